@@ -1,0 +1,42 @@
+"""jradix: batch inference of language models that never computes the same prefix twice (RadixAttention in JAX).
+
+Importing this package touches no device; names are loaded when they are first used.
+"""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "jradix.llm", "convert": "jradix.llm",
+    "SamplingParams": "jradix.sampling_params",
+    "RequestOutput": "jradix.outputs", "CompletionOutput": "jradix.outputs", "ScoreOutput": "jradix.outputs",
+    "StreamDelta": "jradix.outputs", "Logprob": "jradix.outputs", "RequestMetrics": "jradix.outputs",
+    "Engine": "jradix.engine", "EngineConfig": "jradix.config",
+    "JradixError": "jradix.errors", "RequestError": "jradix.errors", "UnsupportedModel": "jradix.errors",
+    "CheckpointError": "jradix.errors", "TokenizerError": "jradix.errors", "DeviceError": "jradix.errors",
+    "EngineError": "jradix.errors", "BatchFileError": "jradix.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from jradix.config import EngineConfig
+    from jradix.engine import Engine
+    from jradix.errors import (BatchFileError, CheckpointError, DeviceError, EngineError, JradixError, RequestError,
+                               TokenizerError, UnsupportedModel)
+    from jradix.llm import LLM, convert
+    from jradix.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput, StreamDelta
+    from jradix.sampling_params import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jradix' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

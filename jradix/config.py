@@ -1,0 +1,132 @@
+"""Sizes the host and the device must agree on. Plain values: nothing here touches a device."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers that share one page pool and one page table.
+
+    Attributes:
+      layers: indices of the layers of the group.
+      window: attention window in tokens, None for full attention.
+    """
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is sized for.
+
+    Attributes:
+      page_size: tokens per KV page.
+      num_pages: pages of each group's pool, the scratch page not counted.
+      max_model_len: longest prompt plus output of one request, in tokens.
+      max_num_seqs: requests that run at the same time; one row of a step each.
+      prefill_chunk_tokens: prompt tokens computed in one step, over all rows.
+      decode_steps: decode steps inside one device call when nothing waits for admission (1: off).
+      overlap: plan step n+1 while the device runs step n.
+      enable_prefix_caching: False computes every prompt from its first token.
+      share_in_batch: a waiting request whose uncached prefix a running one is computing waits for it.
+      admission_window: waiting requests looked at, in arrival order, when a row is free.
+      max_bypass: times a waiting request may be overtaken before nothing may pass it any more.
+      reserve_tokens: output tokens per running request that admission keeps room for.
+    """
+    page_size: int = 16
+    num_pages: int = 1024
+    max_model_len: int = 2048
+    max_num_seqs: int = 32
+    prefill_chunk_tokens: int = 512
+    decode_steps: int = 1
+    overlap: bool = True
+    enable_prefix_caching: bool = True
+    share_in_batch: bool = True
+    admission_window: int = 32
+    max_bypass: int = 64
+    reserve_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "decode_steps",
+                     "admission_window"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a positive integer")
+        for name in ("max_bypass", "reserve_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected zero or a positive integer")
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens one group's pool holds."""
+        return self.num_pages * self.page_size
+
+
+DECODE_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
+CHUNK_BUCKETS = (32, 128, 512, 2048, 8192)
+MAX_SHAPES = 24
+
+
+@dataclass(frozen=True, order=True)
+class StepShape:
+    """Static sizes of one compiled step.
+
+    Attributes:
+      num_rows: S, rows (requests) of the step.
+      num_chunk_tokens: C, flat tokens beside one per row; T = S + C.
+    """
+    num_rows: int
+    num_chunk_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows + self.num_chunk_tokens
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """All compiled shapes of an engine: every pair of a row bucket and a chunk bucket.
+
+    Padding rows and tokens cost time and every shape costs a compilation, so the lists are short: at most
+    `MAX_SHAPES` pairs, dropping the buckets in the middle that save least.
+    """
+    row_buckets: tuple[int, ...]
+    chunk_buckets: tuple[int, ...]
+
+    @classmethod
+    def for_engine(cls, config: EngineConfig) -> StepShapes:
+        rows = _buckets(DECODE_BUCKETS, config.max_num_seqs)
+        chunks = (0, *_buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8))
+        while len(rows) * len(chunks) > MAX_SHAPES:
+            if len(rows) > 4:
+                rows = rows[:1] + rows[2:]
+            else:
+                chunks = chunks[:1] + chunks[2:]
+        return cls(rows, chunks)
+
+    def all(self) -> list[StepShape]:
+        return [StepShape(rows, chunk) for chunk in self.chunk_buckets for rows in self.row_buckets]
+
+    def fit(self, num_rows: int, num_tokens: int, num_decode: int) -> StepShape:
+        """The smallest shape with room for `num_rows` rows and `num_tokens` tokens, `num_decode` of them decode rows."""
+        rows = _first_at_least(self.row_buckets, num_rows, "rows")
+        if num_tokens == num_decode:
+            return StepShape(rows, 0)
+        return StepShape(rows, _first_at_least(self.chunk_buckets[1:], num_tokens - num_decode, "chunk tokens"))
+
+
+def _buckets(ladder: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    return (*(b for b in ladder if b < largest), largest)
+
+
+def _first_at_least(buckets: tuple[int, ...], n: int, what: str) -> int:
+    for bucket in buckets:
+        if bucket >= n:
+            return bucket
+    raise ValueError(f"{n} {what} in one step, but the largest compiled shape has {buckets[-1]}")

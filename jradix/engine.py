@@ -1,0 +1,487 @@
+"""The engine: requests in, outputs out, one step at a time. The only module that sees scheduler and runner together.
+
+    add_request -> [scheduler] -> StepPlan -> StepBatch -> [runner] -> StepOutput -> [scheduler] -> RequestOutput
+
+With `overlap`, `step` plans and dispatches step n+1 before it fetches the results of step n.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+
+from jradix.batch import NUM_STOP_IDS
+from jradix.cache.prefix_cache import PrefixCache
+from jradix.cache.radix_tree import Namespace
+from jradix.config import EngineConfig
+from jradix.detokenizer import IncrementalDetokenizer
+from jradix.errors import EngineError, RequestError
+from jradix.outputs import CompletionOutput, Logprob, RequestOutput
+from jradix.runner.runner import ModelRunner
+from jradix.runner.step import StepOutput, TokenLogprobs
+from jradix.sampling_params import SamplingParams
+from jradix.sched.plan import StepPlan, build_step_batch
+from jradix.sched.request import Request, RequestState
+from jradix.sched.scheduler import Scheduler
+from jradix.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class _Group:
+    """What the user sent: one prompt with its n samples, and the output they fill."""
+    output: RequestOutput
+    samples: list[Request]
+    detokenizers: list[IncrementalDetokenizer | None]
+    is_streamed: bool
+    num_prompt_logprobs: int = 0
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)   # by prompt position
+
+
+@dataclass(slots=True)
+class HostTime:
+    """CPU seconds of the host thread, by part of a step; `wait_s` is wall time spent waiting for the device."""
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    dispatch_s: float = 0.0
+    wait_s: float = 0.0
+    output_s: float = 0.0
+    num_rows: int = 0
+
+
+class Engine:
+    """Runs requests over one model. Not thread-safe.
+
+    Args:
+      runner: the compiled model and its device state.
+      config: sizes; the runner was made with the same.
+      tokenizer: for text and stop strings; None: token ids only.
+      eos_ids: end tokens of the model.
+      generation_config: the model's sampling defaults.
+      seed: of the random streams of requests without one; None: not reproducible.
+      model_name: names the KV in the cache.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, *, tokenizer: Tokenizer | None = None,
+                 eos_ids: Sequence[int] = (), generation_config: Mapping[str, Any] | None = None,
+                 seed: int | None = None, model_name: str = "",
+                 clock: Callable[[], float] = time.perf_counter):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.host_time = HostTime()
+        self._runner = runner
+        self._eos_ids = frozenset(eos_ids)
+        self._generation_config = dict(generation_config or {})
+        self._seed = secrets.randbits(64) if seed is None else seed
+        self._namespace = Namespace(model=model_name)
+        self._clock = clock
+        self._request_ids = count()
+        self._groups: dict[str, _Group] = {}
+        self._owner: dict[int, tuple[_Group, int]] = {}     # scheduler's request id -> group, sample
+        self._dirty_slots: set[int] = set()                 # slots whose device history is not neutral
+        self._in_flight: tuple[StepPlan, StepOutput] | None = None
+        self._is_committing = False                         # pages are booked as computed, their step not dispatched
+        self._is_closed = False
+        self.dropped_outputs: list[RequestOutput] = []      # what an interrupt or a failed step cut off
+        self._num_failures = 0
+        self._reset_scheduler()
+
+    # -- requests in and out
+
+    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *,
+                    request_id: str | None = None, prompt: str | None = None, is_streamed: bool = False,
+                    first_logit: int | None = None, num_truncated_tokens: int = 0) -> str:
+        """Queues one prompt.
+
+        Args:
+          prompt_token_ids: ids, at least one.
+          params: None for the model's defaults.
+          request_id: the user's name for it; must not be in use. None: one is made.
+          prompt: the text, only to be returned.
+          is_streamed: `step` returns the growing output after each step, not only at the end.
+          first_logit: log-probabilities of the prompt are wanted from this position on; the tokens up to it may come
+            from the cache. With `prompt_logprobs` it is 0.
+          num_truncated_tokens: what the caller cut off the prompt, only to be returned.
+
+        Returns:
+          The request id.
+
+        Raises:
+          RequestError: the prompt or a parameter cannot be served; nothing was queued.
+          EngineError: the engine is closed.
+        """
+        self._check_open()
+        params = (params or SamplingParams()).resolved(self._generation_config)
+        tokens = self._check_prompt(prompt_token_ids, params)
+        if request_id is None:
+            request_id = f"request-{next(self._request_ids)}"
+            while request_id in self._groups:
+                request_id = f"request-{next(self._request_ids)}"
+        elif request_id in self._groups:
+            raise RequestError(f"request_id={request_id!r} is in use by a request that has not ended")
+        if first_logit is None and params.prompt_logprobs is not None:
+            first_logit = 0
+        room = self.config.max_model_len - len(tokens)
+        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
+        group = _Group(RequestOutput(request_id, prompt, tokens.tolist(), sampling_params=params,
+                                     num_truncated_tokens=num_truncated_tokens), [], [], is_streamed,
+                       params.prompt_logprobs or 0)
+        serial = next(self._request_ids)
+        for index in range(params.n):
+            detokenizer = None
+            if self.tokenizer is not None and (params.stop or is_streamed):
+                detokenizer = IncrementalDetokenizer(
+                    self.tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop,
+                    include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+            buffer = np.empty(len(tokens) + min(max_output, 64), np.int32)
+            buffer[:len(tokens)] = tokens
+            request = Request(
+                next(self._request_ids), buffer, len(tokens), params, max_output,
+                frozenset() if params.ignore_eos else self._eos_ids, self._namespace, self._stream(params, serial, index),
+                first_logit if index == 0 else None, detokenizer if params.stop else None)
+            self.scheduler.add(request)     # all samples have the same prompt: only the first can be refused
+            group.samples.append(request)
+            group.detokenizers.append(detokenizer)
+            group.output.outputs.append(CompletionOutput(index, logprobs=None if params.logprobs is None else [],
+                                                         cumulative_logprob=None if params.logprobs is None else 0.0))
+            self._owner[request.request_id] = group, index
+        self._groups[request_id] = group
+        return request_id
+
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
+        """Raises the RequestError that `add_request` would raise; queues nothing."""
+        params = (params or SamplingParams()).resolved(self._generation_config)
+        self.scheduler.check_prompt_fits(len(self._check_prompt(prompt_token_ids, params)))
+
+    def longest_prompt(self, params: SamplingParams | None = None) -> int:
+        """Tokens of the longest prompt that can be served with these parameters."""
+        needs_output = params is None or params.max_tokens != 0
+        return min(self.config.max_model_len - needs_output, self.scheduler.pool_tokens - 1)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; `step` returns its partial output with finish_reason "abort". Unknown ids are ignored."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            for request in group.samples:
+                self.scheduler.abort(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request runs or waits, or its last output was not returned yet."""
+        return bool(self._groups)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._groups)
+
+    def step(self) -> list[RequestOutput]:
+        """Plans and starts one step and takes in the results of the one before.
+
+        Returns:
+          Outputs of requests that ended, and of streamed requests that grew.
+
+        Raises:
+          EngineError: the device step failed; all running requests are gone and the cache is empty, but the engine
+            can be used again.
+        """
+        self._check_open()
+        try:
+            launched = self._launch()
+            if self.config.overlap:
+                launched, self._in_flight = self._in_flight, launched
+            grown = self._take_in(*launched) if launched else []
+            outputs = self._collect(grown)
+        except RuntimeError as error:
+            self._rebuild()
+            raise EngineError(f"the step failed and all running requests were dropped: {error}") from error
+        except BaseException:
+            self._interrupt()
+            raise
+        if not outputs and launched is None and self._in_flight is None and self._groups:
+            raise EngineError(f"{len(self._groups)} requests wait and none can run: {self.stats()['pool']}")
+        return outputs
+
+    def drop_all(self) -> list[RequestOutput]:
+        """Aborts every request and returns the partial outputs."""
+        for group in list(self._groups.values()):
+            self.abort(group.output.request_id)
+        return self._collect([])
+
+    # -- the engine as a whole
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start: pool (pages), tokens, cache, steps, compilations."""
+        cache, done = self.cache, self.scheduler.counters
+        looked_up = cache.counters.num_lookup_tokens
+        free = min(pool.num_free for pool in cache.pools)
+        in_tree = cache.tree.num_evictable_pages + cache.tree.num_locked_pages
+        return dict(
+            pool=dict(num_pages=cache.num_pages, page_size=cache.page_size, free=free,
+                      cached=cache.tree.num_evictable_pages, in_use=cache.num_pages - free - cache.tree.num_evictable_pages,
+                      in_tree=in_tree),
+            requests=dict(running=self.scheduler.num_running, waiting=self.scheduler.num_waiting,
+                          finished=done.num_finished, preemptions=done.num_preemptions, failures=self._num_failures),
+            tokens=dict(computed=done.num_computed_tokens, computed_prompt=done.num_computed_prompt_tokens,
+                        cached_prompt=done.num_cached_prompt_tokens, recomputed=done.num_recomputed_tokens,
+                        generated=done.num_generated_tokens),
+            cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
+                       hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
+                       evicted_pages=cache.counters.num_evicted_pages, eviction_policy="lru"),
+            steps=done.num_steps, compiled_shapes=self._runner.num_compiled, compile_s=self._runner.compile_s,
+            device=f"{self._runner.device.platform}:{self._runner.device.id} ({self._runner.device.device_kind})",
+            host_time=dataclasses.asdict(self.host_time))
+
+    def clear_cache(self) -> int:
+        """Empties the prefix cache but for what running requests hold; returns the number of pages freed."""
+        return self.cache.clear()
+
+    def update_weights(self, model: Any) -> None:
+        """Replaces the weights by those of another model of the same shape; nothing cached before is used again.
+
+        Raises:
+          EngineError: requests are running.
+        """
+        self._check_open()
+        if self._groups:
+            raise EngineError(f"{len(self._groups)} requests are running with the old weights; wait for them or abort "
+                              "them before update_weights")
+        self._runner.replace_weights(model)
+        self._namespace = self._namespace._replace(weights_version=self._namespace.weights_version + 1)
+        self.cache.clear()
+
+    def check_invariants(self) -> None:
+        """Recomputes the accounting of slots and pages; raises AssertionError with what differs. For tests."""
+        self.scheduler.check_invariants()
+        live = {r.request_id for r in self.scheduler.requests()}
+        owned = {r.request_id for g in self._groups.values() for r in g.samples if r.state is not RequestState.FINISHED}
+        assert live == owned, f"requests without owner or lost: {live ^ owned}"
+
+    def close(self) -> None:
+        """Drops all requests and gives back all device memory. Further calls do nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._in_flight = None
+            self._groups.clear()
+            self._owner.clear()
+            self._runner.close()
+
+    # -- one step
+
+    def _launch(self) -> tuple[StepPlan, StepOutput] | None:
+        t0 = time.thread_time()
+        self._is_committing = True
+        plan = self.scheduler.schedule()
+        if plan is None:
+            self._is_committing = False
+            return None
+        t1 = time.thread_time()
+        for request in plan.admitted:
+            self._prepare_slot(request)
+        shape = self._runner.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
+        _, packed = build_step_batch(plan, self._runner.layout(shape), spare_slot=self._runner.spare_slot)
+        t2 = time.thread_time()
+        output = self._runner.dispatch(packed, shape, plan.num_steps)
+        self._is_committing = False
+        time_spent = self.host_time
+        time_spent.schedule_s += t1 - t0
+        time_spent.build_s += t2 - t1
+        time_spent.dispatch_s += time.thread_time() - t2
+        time_spent.num_rows += len(plan.rows)
+        return plan, output
+
+    def _take_in(self, plan: StepPlan, output: StepOutput) -> list[_Group]:
+        """Fetches a step's results and books them; returns streamed groups that grew."""
+        waited = time.perf_counter()
+        tokens = _fetch(output.tokens)
+        self.host_time.wait_s += time.perf_counter() - waited
+        started = time.thread_time()
+        if any(row.first_logit is not None for row in plan.rows):
+            self._store_prompt_logprobs(plan, _fetch(output.prompt))
+        logprobs = None
+        grown: list[_Group] = []
+        for i, request, new_tokens in self.scheduler.update(plan, tokens):
+            group, index = self._owner[request.request_id]
+            if request.params.logprobs is not None:
+                logprobs = logprobs or _fetch(output.sampled)
+                self._store_logprobs(group.output.outputs[index], request.params.logprobs, new_tokens, logprobs, i)
+            if group.is_streamed:
+                completion = group.output.outputs[index]
+                completion.token_ids += new_tokens
+                detokenizer = group.detokenizers[index]
+                if detokenizer is not None:
+                    if request.stop_search is None:
+                        detokenizer.push(new_tokens)
+                    completion.text += detokenizer.delta()
+                grown.append(group)
+        self.host_time.output_s += time.thread_time() - started
+        return grown
+
+    def _collect(self, grown: list[_Group]) -> list[RequestOutput]:
+        """Outputs to return: ended requests completed, streamed ones as they are."""
+        started = time.thread_time()
+        outputs: dict[str, RequestOutput] = {}
+        for request in self.scheduler.take_ended():
+            group, index = self._owner.pop(request.request_id)
+            self._complete(group, index, request)
+            if not any(sample.request_id in self._owner for sample in group.samples):
+                group.output.finished = True
+                self._fill_metrics(group)
+                del self._groups[group.output.request_id]
+                outputs[group.output.request_id] = group.output
+        for group in grown:
+            outputs.setdefault(group.output.request_id, group.output)
+        self.host_time.output_s += time.thread_time() - started
+        return list(outputs.values())
+
+    def _complete(self, group: _Group, index: int, request: Request) -> None:
+        completion = group.output.outputs[index]
+        completion.token_ids = request.output_ids
+        completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
+        detokenizer = group.detokenizers[index]
+        if detokenizer is not None:
+            detokenizer.finish()
+            completion.text = detokenizer.text
+        elif self.tokenizer is not None:
+            completion.text = self.tokenizer.decode(completion.token_ids,
+                                                    skip_special_tokens=request.params.skip_special_tokens)
+
+    def _fill_metrics(self, group: _Group) -> None:
+        output, first = group.output, group.samples[0]
+        output.num_cached_tokens = first.num_cached_tokens or 0
+        if first.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *(group.prompt_logprobs.get(p) for p in range(1, first.num_prompt))]
+        metrics = output.metrics
+        metrics.num_computed_tokens = sum(r.num_computed_prompt for r in group.samples)
+        metrics.num_preemptions = sum(r.num_preemptions for r in group.samples)
+        metrics.latency_s = max(r.finished_s for r in group.samples) - first.arrival_s
+        if first.admitted_s is not None:
+            metrics.queue_s = first.admitted_s - first.arrival_s
+        first_tokens = [r.first_token_s for r in group.samples if r.first_token_s is not None]
+        if first_tokens:
+            metrics.ttft_s = min(first_tokens) - first.arrival_s
+
+    def _store_logprobs(self, completion: CompletionOutput, num_top: int, tokens: list[int], found: TokenLogprobs,
+                        row: int) -> None:
+        for step, token in enumerate(tokens):
+            chosen = float(found.logprob[step, row])
+            completion.logprobs.append(self._logprob_entry(token, chosen, int(found.rank[step, row]), num_top,
+                                                           found.top_ids[step, row], found.top_logprobs[step, row]))
+            completion.cumulative_logprob += chosen
+
+    def _store_prompt_logprobs(self, plan: StepPlan, found: TokenLogprobs) -> None:
+        i = 0
+        for row in plan.rows:
+            first, last = row.logit_span
+            owner = self._owner.get(row.request.request_id)
+            for position in range(first, last):
+                if owner is not None:
+                    group = owner[0]
+                    token = int(row.request.tokens[position + 1])
+                    group.prompt_logprobs[position + 1] = self._logprob_entry(
+                        token, float(found.logprob[i]), int(found.rank[i]), group.num_prompt_logprobs,
+                        found.top_ids[i], found.top_logprobs[i])
+                i += 1
+
+    def _logprob_entry(self, token: int, logprob: float, rank: int, num_top: int, top_ids: np.ndarray,
+                       top_logprobs: np.ndarray) -> dict[int, Logprob]:
+        text = self.tokenizer.token_text if self.tokenizer is not None else lambda _: None
+        entry = {token: Logprob(logprob, rank, text(token))}
+        for place, (other, value) in enumerate(zip(top_ids[:num_top].tolist(), top_logprobs[:num_top].tolist()), 1):
+            entry.setdefault(other, Logprob(value, place, text(other)))
+        return entry
+
+    def _prepare_slot(self, request: Request) -> None:
+        """Writes a request's history to its slot's device state, where it or the slot's last owner needs that."""
+        if request.has_device_state or request.slot in self._dirty_slots:
+            self._runner.set_history(request.slot, prompt_ids=request.tokens[:request.num_prompt],
+                                     output_ids=request.tokens[request.num_prompt:request.num_tokens],
+                                     logit_bias=request.params.logit_bias or {})
+            self._dirty_slots.discard(request.slot)
+            if request.params.logit_bias:
+                self._dirty_slots.add(request.slot)
+
+    # -- checks and failures
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed; make a new one")
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+        tokens = np.asarray(prompt_token_ids)
+        if tokens.size == 0:
+            raise RequestError("empty prompt: expected at least one token")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise RequestError(f"prompt token ids of shape {tokens.shape} and type {tokens.dtype}: expected a flat list "
+                               "of integers")
+        vocab = self._runner.num_valid_tokens
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            bad = int(tokens[(tokens < 0) | (tokens >= vocab)][0])
+            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab}")
+        longest = self.config.max_model_len - (params.max_tokens != 0)
+        if len(tokens) > longest:
+            raise RequestError(f"prompt of {len(tokens)} tokens, but max_model_len={self.config.max_model_len} leaves room "
+                               f"for {longest}; shorten the prompt or raise max_model_len")
+        outside = [i for i in (*params.stop_token_ids, *(params.logit_bias or ())) if i >= vocab]
+        if outside:
+            raise RequestError(f"stop_token_ids or logit_bias name token id {outside[0]}, outside the vocabulary of {vocab}")
+        num_stop_ids = len(self._eos_ids | set(params.stop_token_ids))
+        if params.min_tokens and num_stop_ids > NUM_STOP_IDS:
+            raise RequestError(f"min_tokens with {num_stop_ids} stop token ids: at most {NUM_STOP_IDS} can be held back")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids")
+        return tokens.astype(np.int32)
+
+    def _stream(self, params: SamplingParams, serial: int, index: int) -> tuple[int, int]:
+        """Two signed 32-bit words that name the random stream of one sample."""
+        source = f"request {params.seed}" if params.seed is not None else f"engine {self._seed} {serial}"
+        digest = hashlib.blake2b(f"{source} {index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+    def _interrupt(self) -> None:
+        """After an interrupt: drops all requests; keeps the cache unless the interrupt came at a bad moment."""
+        if self._is_committing or not self._runner.is_intact or self._is_inconsistent():
+            self._rebuild()
+        else:
+            self._in_flight = None
+            self.dropped_outputs = self.drop_all()
+
+    def _is_inconsistent(self) -> bool:
+        try:
+            self.check_invariants()
+        except AssertionError:
+            return True
+        return False
+
+    def _rebuild(self) -> None:
+        """Drops all requests and starts over with an empty cache and fresh device state."""
+        self._num_failures += 1
+        self._in_flight = None
+        self._is_committing = False
+        for group in self._groups.values():
+            for index, request in enumerate(group.samples):
+                request.finish_reason = request.finish_reason or "abort"
+                self._complete(group, index, request)
+        self.dropped_outputs = [group.output for group in self._groups.values()]
+        self._groups.clear()
+        self._owner.clear()
+        self._dirty_slots.clear()
+        self._runner.reset_state()
+        self._reset_scheduler()
+
+    def _reset_scheduler(self) -> None:
+        self.cache = PrefixCache.create(
+            page_size=self.config.page_size, num_pages=self.config.num_pages, max_pages=self.config.max_pages_per_seq,
+            num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(self.config, self.cache, clock=self._clock)
+
+
+def _fetch(arrays: Any) -> Any:
+    """Device to host. The only place where the host waits for the device."""
+    if isinstance(arrays, TokenLogprobs):
+        return TokenLogprobs(*(np.asarray(a) for a in arrays))
+    return np.asarray(arrays)

@@ -1,0 +1,38 @@
+"""Every error jradix raises on purpose. Each message says what was given, what was expected and what to do."""
+from __future__ import annotations
+
+
+class JradixError(Exception):
+    """Base of all jradix errors."""
+
+
+class RequestError(JradixError, ValueError):
+    """One request cannot be served: empty or over-long prompt, token id outside the vocabulary, bad parameter."""
+
+
+class UnsupportedModel(JradixError, ValueError):
+    """The checkpoint's architecture, or one of its settings, is not implemented."""
+
+
+class CheckpointError(JradixError, ValueError):
+    """The checkpoint is incomplete or does not match its config: missing shard, unknown tensor, wrong shape."""
+
+
+class TokenizerError(JradixError, ValueError):
+    """The tokenizer or its chat template is missing or cannot do what was asked."""
+
+
+class DeviceError(JradixError, RuntimeError):
+    """The requested device does not exist here, or the model does not fit into its memory."""
+
+
+class OutOfPages(JradixError):
+    """The pool has too few pages, free and evictable together. Nothing was changed."""
+
+
+class EngineError(JradixError, RuntimeError):
+    """A step failed or the engine is closed. The cause is chained."""
+
+
+class BatchFileError(JradixError, OSError):
+    """The batch job cannot run: unreadable input, locked or foreign output file, no space left."""

@@ -1,0 +1,521 @@
+"""The LLM class: a model, its tokenizer and one engine behind generate, chat, stream and score."""
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+
+import jax
+
+from jradix.config import EngineConfig, StepShapes
+from jradix.engine import Engine
+from jradix.errors import DeviceError, EngineError, RequestError, TokenizerError
+from jradix.model_files import ModelFiles, resolve
+from jradix.outputs import RequestOutput, ScoreOutput, StreamDelta
+from jradix.progress import ProgressBar
+from jradix.runner.memory import plan_memory
+from jradix.runner.runner import ModelRunner
+from jradix.sampling_params import SamplingParams
+from jradix.tokenizer import Tokenizer
+from jradix.weights.dtype import kv_dtype, resolve_dtype
+from jradix.weights.loader import load_config, load_generation_config, load_model, weights_fingerprint
+
+logger = logging.getLogger("jradix")
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+ON_ERROR = ("record", "raise", "truncate_left", "truncate_right")
+DEFAULT_MAX_NUM_SEQS = {"cpu": 32}
+DEFAULT_CHUNK_TOKENS = {"cpu": 512}
+
+
+class LLM:
+    """A language model that never computes the same prefix twice. Also a context manager.
+
+    Args:
+      model: folder in Hugging Face format, `.gguf` file, folder written by `jradix convert`, hub id, or "demo".
+      dtype: "float32", "bfloat16", "float16", or "auto": what is fastest on the device without losing range.
+      page_size: tokens per KV page; None: 16.
+      kv_cache_bytes: size of the KV pool; None: by `memory_fraction`.
+      max_model_len: longest prompt plus output; None: the model's own limit, or the pool if that is smaller.
+      max_num_seqs: requests that run at once; None: 32 on CPU, 256 elsewhere.
+      prefill_chunk_tokens: prompt tokens per step; None: 512 on CPU, 2048 elsewhere.
+      enable_prefix_caching: False computes every prompt from its first token.
+      seed: of the random streams of requests without a seed of their own; None: not reproducible.
+      tokenizer: folder or `.gguf` file to take the tokenizer from; None: the model's own.
+      chat_template: Jinja text that replaces the model's chat template.
+      revision: of a hub id.
+      memory_fraction: share of the device's free memory to use; None: 0.5 on CPU (at most 2 GiB of KV), 0.9 elsewhere.
+      device: "cpu", "gpu" or "tpu"; None: the best there is.
+      decode_steps: decode steps in one device call while nothing waits for admission; 1: off.
+      overlap: plan the next step while the device runs this one.
+      use_generation_config: False ignores the model's `generation_config.json` and starts from neutral sampling.
+      warmup: "none" compiles each shape when it is first needed, "full" compiles all at the start.
+      compile_cache_dir: where compiled steps are kept between runs; "auto": JAX's own setting, else a folder in the
+        user's cache directory; None: nowhere.
+      progress: progress bars; None: only on an interactive terminal or in a notebook.
+      quiet: print nothing (the memory plan otherwise goes to stderr in one line).
+
+    Raises:
+      UnsupportedModel, CheckpointError, TokenizerError: the model cannot be loaded.
+      DeviceError: no such device, or the model does not fit.
+      ValueError: a size outside its range.
+    """
+
+    def __init__(self, model: str | Path, *, dtype: str = "auto", page_size: int | None = None,
+                 kv_cache_bytes: int | None = None, max_model_len: int | None = None, max_num_seqs: int | None = None,
+                 prefill_chunk_tokens: int | None = None, enable_prefix_caching: bool = True, seed: int | None = 0,
+                 tokenizer: str | Path | None = None, chat_template: str | None = None, revision: str | None = None,
+                 memory_fraction: float | None = None, device: str | None = None, decode_steps: int = 1,
+                 overlap: bool = True, use_generation_config: bool = True, warmup: str = "none",
+                 compile_cache_dir: str | Path | None = "auto", progress: bool | None = None, quiet: bool = False):
+        if warmup not in ("none", "full"):
+            raise ValueError(f'warmup={warmup!r}: expected "none" or "full"')
+        files = resolve(str(model), revision=revision)
+        model_config = load_config(files)
+        self.tokenizer = _load_tokenizer(files, tokenizer, chat_template)
+        chosen = _find_device(device)
+        _keep_compilations(compile_cache_dir)
+        weight_dtype, reason = resolve_dtype(dtype, chosen, hidden=model_config.hidden_size,
+                                             intermediate=model_config.intermediate_size)
+        pool_dtype = kv_dtype(weight_dtype, chosen)
+        max_num_seqs = max_num_seqs or DEFAULT_MAX_NUM_SEQS.get(chosen.platform, 256)
+        prefill_chunk_tokens = prefill_chunk_tokens or DEFAULT_CHUNK_TOKENS.get(chosen.platform, 2048)
+        page_size = 16 if page_size is None else page_size
+        sizes = EngineConfig(page_size=page_size, max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens)
+        plan = plan_memory(
+            model_config, device=chosen, weight_dtype=weight_dtype, kv_dtype=pool_dtype, page_size=page_size,
+            max_num_seqs=max_num_seqs, step_tokens=StepShapes.for_engine(sizes).all()[-1].num_tokens,
+            kv_cache_bytes=kv_cache_bytes, memory_fraction=memory_fraction)
+        self._quiet, self._progress = quiet, progress
+        self._say(plan.describe(files.name, f"{weight_dtype.name}, {reason}" if reason else weight_dtype.name,
+                                pool_dtype.name))
+        self.config = EngineConfig(
+            page_size=page_size, num_pages=plan.num_pages,
+            max_model_len=max_model_len or min(model_config.max_model_len, plan.num_pages * page_size),
+            max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens, decode_steps=decode_steps,
+            overlap=overlap, enable_prefix_caching=enable_prefix_caching)
+        with self._bar("loading", progress) as bar:
+            weights = load_model(files, dtype=weight_dtype, device=chosen, progress=bar.update)
+        generation = load_generation_config(files)
+        runner = ModelRunner(weights, model_config, self.config, device=chosen, kv_dtype=pool_dtype,
+                             num_valid_tokens=self.tokenizer.vocab_size)
+        self.model_name = files.name
+        self.memory_plan = plan
+        self.fingerprint = hashlib.blake2b(
+            f"{weights_fingerprint(files)} {self.tokenizer.fingerprint} {weight_dtype.name}".encode(),
+            digest_size=8).hexdigest()
+        self._runner = runner
+        self.engine = Engine(
+            runner, self.config, tokenizer=self.tokenizer,
+            eos_ids=_end_tokens(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation),
+            generation_config=generation if use_generation_config else {}, seed=seed, model_name=self.fingerprint)
+        self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
+        if warmup == "full":
+            self.warmup()
+
+    # -- work
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+                 *, on_error: str = "record", progress: bool | None = None) -> list[RequestOutput]:
+        """Completes prompts; results come in the order of the prompts.
+
+        Args:
+          prompts: texts or lists of token ids; a single one is taken as a list of one.
+          params: one for all prompts, or one each; None: the model's defaults.
+          on_error: what a prompt that cannot be served becomes: "record": a result with `error`; "raise": one
+            RequestError naming all bad prompts, before anything is computed; "truncate_left" or "truncate_right": a
+            too long prompt loses tokens on that side, other faults are recorded.
+          progress: overrides the LLM's own setting.
+
+        Raises:
+          RequestError: with on_error="raise".
+          EngineError: the device failed. KeyboardInterrupt and EngineError carry `partial_results`.
+        """
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
+        prompts = _as_list(prompts)
+        requests = list(zip(prompts, _params_for(prompts, params)))
+        return self._run_all(requests, on_error, progress)
+
+    def chat(self, messages: Messages | Sequence[Messages],
+             params: SamplingParams | Sequence[SamplingParams] | None = None, *, add_generation_prompt: bool = True,
+             template_kwargs: Mapping[str, Any] | None = None, on_error: str = "record", progress: bool | None = None
+             ) -> list[RequestOutput]:
+        """Answers conversations, rendered with the model's own chat template.
+
+        User text that spells a control token stays text. Arguments as `generate`.
+
+        Args:
+          messages: a list of {"role", "content"}, or a list of such lists.
+          template_kwargs: passed to the template.
+
+        Raises:
+          TokenizerError: the model has no chat template.
+        """
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
+        if not self.tokenizer.has_chat_template:
+            self.tokenizer.apply_chat_template([{"role": "user", "content": ""}])     # raises what to do about it
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        requests: list[tuple[Prompt | RequestError, SamplingParams | None]] = []
+        for conversation, given in zip(conversations, _params_for(conversations, params)):
+            try:
+                ids = self.render_chat(conversation, add_generation_prompt=add_generation_prompt,
+                                       template_kwargs=template_kwargs)
+                requests.append((ids, given))
+            except RequestError as error:
+                requests.append((error, given))
+        return self._run_all(requests, on_error, progress)
+
+    def generate_iter(self, requests: Iterable[tuple[Prompt, SamplingParams | None]], *,
+                      max_inflight: int | None = None) -> Iterator[tuple[int, RequestOutput]]:
+        """Completes a stream of requests: pulls them as room appears, yields (index, output) as each ends.
+
+        A request that cannot be served is an output with `error`. Closing the iterator aborts what still runs.
+
+        Args:
+          requests: (prompt, params) pairs, read lazily.
+          max_inflight: requests open at once; None: 8 times max_num_seqs.
+        """
+        if max_inflight is None:
+            max_inflight = 8 * self.config.max_num_seqs
+        if max_inflight < 1:
+            raise ValueError(f"max_inflight={max_inflight}: expected a positive integer")
+        return self._iterate(iter(requests), max_inflight)
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+               ) -> Iterator[StreamDelta]:
+        """Completes prompts and yields each sample's new text as it appears, in whole characters.
+
+        Closing the iterator aborts what still runs.
+        """
+        prompts = _as_list(prompts)
+        pairs = list(zip(prompts, _params_for(prompts, params)))
+        return self._stream(pairs)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *,
+              progress: bool | None = None) -> list[ScoreOutput]:
+        """Log-probabilities of given completions. Reads the cache up to the token before each completion.
+
+        Args:
+          prompts: one for all completions, or one each.
+          completions: texts (encoded on their own, without special tokens) or lists of token ids.
+        """
+        completions = _as_list(completions)
+        prompts = _as_list(prompts)
+        if len(prompts) == 1:
+            prompts = prompts * len(completions)
+        if len(prompts) != len(completions):
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: expected as many, or one prompt")
+        results = [ScoreOutput() for _ in completions]
+        nothing = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        open_requests: dict[str, int] = {}
+        ended: list[RequestOutput] = []
+        try:
+            for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+                try:
+                    head = self._encode(prompt)
+                    tail = self._encode(completion, add_special_tokens=False)
+                    if not head or not tail:
+                        raise RequestError("empty prompt or completion: nothing to score")
+                    results[i].token_ids = tail
+                    name = self.engine.add_request([*head, *tail], nothing, first_logit=len(head) - 1)
+                except RequestError as error:
+                    results[i].error = str(error)
+                    continue
+                open_requests[name] = i
+                self._sinks[name] = ended.append
+            with self._bar("scoring", progress, len(open_requests)) as bar:
+                while open_requests:
+                    self._pump()
+                    for output in ended:
+                        _fill_score(results[open_requests.pop(output.request_id)], output)
+                    ended.clear()
+                    bar.update(bar.total - len(open_requests), bar.total)
+        finally:
+            self._abandon(open_requests)
+        return results
+
+    def abort(self, request_id: str | None = None) -> None:
+        """Ends one request, or all; their calls return the partial output with finish_reason "abort"."""
+        for name in [request_id] if request_id is not None else list(self._sinks):
+            self.engine.abort(name)
+
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True,
+                    template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a conversation, as `chat` runs them. Raises RequestError or TokenizerError."""
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt,
+                                                  template_kwargs=dict(template_kwargs or {}))
+
+    def markers_in(self, messages: Messages) -> list[str]:
+        """Control tokens that the text of these messages spells."""
+        return self.tokenizer.markers_in(messages)
+
+    # -- the engine as a whole
+
+    def warmup(self) -> None:
+        """Compiles every step shape now, so that no request waits for it."""
+        with self._bar("compiling", self._progress) as bar:
+            self._runner.warmup(bar.update)
+
+    def stats(self) -> dict[str, Any]:
+        """Pool use in pages, hit rate, tokens computed and saved, steps, compilations, device."""
+        self._check_open()
+        return self.engine.stats()
+
+    def clear_cache(self) -> int:
+        """Empties the prefix cache; returns the number of pages freed."""
+        self._check_open()
+        return self.engine.clear_cache()
+
+    def close(self) -> None:
+        """Gives back all device memory at once. Further calls do nothing."""
+        if self.engine is not None:
+            self.engine.close()
+            self._sinks.clear()
+            self.engine = self._runner = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- internals
+
+    def _run_all(self, requests: list[tuple[Any, SamplingParams | None]], on_error: str, progress: bool | None
+                 ) -> list[RequestOutput]:
+        self._check_open()
+        if on_error == "raise":
+            self._check_all(requests)
+        results: list[RequestOutput | None] = [None] * len(requests)
+        try:
+            with self._bar("generating", progress, len(requests)) as bar:
+                done = 0
+                for i, output in self._iterate(iter(requests), max(len(requests), 1), on_error):
+                    results[i] = output
+                    done += 1
+                    bar.update(done, len(requests))
+        except (KeyboardInterrupt, EngineError) as error:
+            by_id = {output.request_id: output for output in self.engine.dropped_outputs}
+            self.engine.dropped_outputs = []
+            error.partial_results = [*(r for r in results if r is not None), *by_id.values()]
+            raise
+        return results
+
+    def _check_all(self, requests: list[tuple[Any, SamplingParams | None]]) -> None:
+        bad = []
+        for i, (prompt, params) in enumerate(requests):
+            try:
+                if isinstance(prompt, RequestError):
+                    raise prompt
+                self.engine.check_request(self._encode(prompt), params)
+            except RequestError as error:
+                bad.append(f"[{i}] {error}")
+        if bad:
+            raise RequestError(f"{len(bad)} of {len(requests)} prompts cannot be served: " + "; ".join(bad))
+
+    def _iterate(self, requests: Iterator[tuple[Any, SamplingParams | None]], max_inflight: int,
+                 on_error: str = "record") -> Iterator[tuple[int, RequestOutput]]:
+        self._check_open()
+        places: dict[str, int] = {}
+        ended: list[RequestOutput] = []
+        num_pulled, has_more = 0, True
+        try:
+            while True:
+                while has_more and len(places) < max_inflight:
+                    pulled = next(requests, None)
+                    if pulled is None:
+                        has_more = False
+                        break
+                    place, num_pulled = num_pulled, num_pulled + 1
+                    name = self._submit(*pulled, on_error)
+                    if isinstance(name, RequestOutput):
+                        yield place, name
+                        continue
+                    places[name] = place
+                    self._sinks[name] = ended.append
+                if not places:
+                    return
+                self._pump()
+                for output in ended:
+                    yield places.pop(output.request_id), output
+                ended.clear()
+        finally:
+            self._abandon(places)
+
+    def _submit(self, prompt: Any, params: SamplingParams | None, on_error: str, *, is_streamed: bool = False
+                ) -> str | RequestOutput:
+        """Queues one request: its id, or the record of why it cannot run."""
+        text = prompt if isinstance(prompt, str) else None
+        ids: list[int] = []
+        try:
+            if isinstance(prompt, RequestError):
+                raise prompt
+            ids = self._encode(prompt)
+            num_cut = 0
+            if on_error.startswith("truncate"):
+                longest = self.engine.longest_prompt(params)
+                num_cut = max(len(ids) - longest, 0)
+                if num_cut:
+                    ids = ids[num_cut:] if on_error == "truncate_left" else ids[:longest]
+            return self.engine.add_request(ids, params, prompt=text, is_streamed=is_streamed, num_truncated_tokens=num_cut)
+        except RequestError as error:
+            return RequestOutput("refused", text, list(ids), finished=True, error=str(error), sampling_params=params)
+
+    def _stream(self, pairs: list[tuple[Prompt, SamplingParams | None]]) -> Iterator[StreamDelta]:
+        self._check_open()
+        places: dict[str, int] = {}
+        seen: dict[tuple[str, int], tuple[int, int]] = {}     # (request, sample) -> characters and tokens yielded
+        ended: set[tuple[str, int]] = set()
+        deltas: list[StreamDelta] = []
+
+        def take(output: RequestOutput) -> None:
+            for completion in output.outputs:
+                key = output.request_id, completion.index
+                num_chars, num_tokens = seen.get(key, (0, 0))
+                reason = completion.finish_reason
+                if key in ended or (len(completion.text) <= num_chars and len(completion.token_ids) <= num_tokens
+                                    and reason is None):
+                    continue
+                seen[key] = max(len(completion.text), num_chars), len(completion.token_ids)
+                deltas.append(StreamDelta(places[output.request_id], completion.index, completion.text[num_chars:],
+                                          completion.token_ids[num_tokens:], reason))
+                if reason is not None:
+                    ended.add(key)
+            if output.finished:
+                deltas[-1].output = output
+
+        try:
+            for i, (prompt, params) in enumerate(pairs):
+                name = self._submit(prompt, params, "record", is_streamed=True)
+                if isinstance(name, RequestOutput):
+                    yield StreamDelta(i, output=name)
+                else:
+                    places[name] = i
+                    self._sinks[name] = take
+            num_open = len(places)
+            while num_open:
+                self._pump()
+                for delta in deltas:
+                    num_open -= delta.output is not None
+                    yield delta
+                deltas.clear()
+        finally:
+            self._abandon(places)
+
+    def _pump(self) -> None:
+        """One engine step; every output goes to the call that waits for it, whichever call drives the step."""
+        self._check_open()
+        for output in self.engine.step():
+            sink = self._sinks.get(output.request_id)
+            if sink is not None:
+                sink(output)
+            if output.finished:
+                self._sinks.pop(output.request_id, None)
+
+    def _abandon(self, names: Iterable[str]) -> None:
+        """Aborts requests whose call is over."""
+        for name in names:
+            if self._sinks.pop(name, None) is not None and self.engine is not None:
+                self.engine.abort(name)
+
+    def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return prompt
+
+    def _check_open(self) -> None:
+        if self.engine is None:
+            raise EngineError("this LLM is closed; make a new one")
+
+    def _say(self, line: str) -> None:
+        logger.info(line)
+        if not self._quiet:
+            print(f"jradix: {line}", file=sys.stderr)
+
+    def _bar(self, what: str, progress: bool | None, total: int = 0) -> ProgressBar:
+        wanted = self._progress if progress is None else progress
+        return ProgressBar(what, total, is_shown=False if self._quiet else wanted)
+
+
+def convert(model: str | Path, out: str | Path, *, dtype: str = "auto", revision: str | None = None) -> None:
+    """Writes a model as an Orbax folder: weights, config and tokenizer. `LLM(out)` loads it.
+
+    Raises:
+      CheckpointError: the model cannot be read, or `out` exists and is not empty.
+    """
+    from jradix.weights.orbax import save_orbax
+
+    files = resolve(str(model), revision=revision)
+    config = load_config(files)
+    tokenizer = _load_tokenizer(files, None, None)
+    device = _find_device("cpu")
+    weight_dtype, _ = resolve_dtype(dtype, device, hidden=config.hidden_size, intermediate=config.intermediate_size)
+    weights = load_model(files, dtype=weight_dtype, device=device)
+    save_orbax(weights, config, files, Path(out))
+    tokenizer.save(Path(out))
+
+
+def _load_tokenizer(files: ModelFiles, tokenizer: str | Path | None, chat_template: str | None) -> Tokenizer:
+    path = files.path if tokenizer is None else Path(tokenizer)
+    if path.is_dir():
+        return Tokenizer.from_folder(path, chat_template=chat_template)
+    if path.suffix == ".gguf":
+        return Tokenizer.from_gguf(path, chat_template=chat_template)
+    raise TokenizerError(f"tokenizer={str(tokenizer)!r}: expected a folder with tokenizer files or a .gguf file")
+
+
+def _find_device(name: str | None) -> jax.Device:
+    """The device to run on. Raises DeviceError when a named one does not exist."""
+    try:
+        found = jax.devices(name)[0]
+    except RuntimeError as error:
+        hint = {"gpu": 'pip install "jax[cuda13]"', "cuda": 'pip install "jax[cuda13]"', "tpu": 'pip install "jax[tpu]"'}
+        raise DeviceError(f"device={name!r}: JAX finds no such device here, only {jax.default_backend()}; "
+                          f"install it with {hint.get(name, 'the matching jax extra')}") from error
+    return found
+
+
+def _keep_compilations(folder: str | Path | None) -> None:
+    """Turns JAX's persistent compilation cache on, unless it is set already or not wanted."""
+    if folder is None or (folder == "auto" and jax.config.jax_compilation_cache_dir):
+        return
+    path = Path.home() / ".cache" / "jradix" / "compiled" if folder == "auto" else Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+
+
+def _end_tokens(tokenizer: Iterable[int], config: Iterable[int], generation: Mapping[str, Any]) -> list[int]:
+    stated = generation.get("eos_token_id")
+    stated = [] if stated is None else [stated] if isinstance(stated, int) else stated
+    return sorted({*tokenizer, *config, *stated})
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _params_for(items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+                ) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * len(items)
+    params = list(params)
+    if len(params) != len(items):
+        raise ValueError(f"{len(items)} prompts and {len(params)} sampling parameters: expected as many, or one")
+    return params
+
+
+def _fill_score(result: ScoreOutput, output: RequestOutput) -> None:
+    entries = [entry[token] for entry, token in
+               zip(output.prompt_logprobs[-len(result.token_ids):], result.token_ids)]
+    result.logprobs = [entry.logprob for entry in entries]
+    result.logprob = sum(result.logprobs)
+    result.is_greedy = all(entry.rank == 1 for entry in entries)
+    result.num_cached_tokens = output.num_cached_tokens

@@ -1,0 +1,1 @@
+"""The decoder: its config, layers and the table of architectures it can be."""

@@ -1,0 +1,1 @@
+"""Device operations: KV cache, paged attention, sampling. They know arrays, not requests."""

@@ -1,0 +1,461 @@
+"""From logits to tokens: penalties, filters, one draw per row, log-probabilities.
+
+Everything works on float32 logits [S, V] inside jit, each row by itself, and nothing sorts the vocabulary. A NaN logit
+counts as -inf and +inf as the largest float. A row without any finite logit gives token 0 and log-probability -inf.
+
+**Order of tokens.** Logit descending, then id ascending: ties are always cut in favour of the lowest id. Every filter
+keeps a prefix of this order, so it is two numbers per row: a threshold, and the last id kept among the logits equal to
+it. The filters run in the order temperature, top_k, top_p, min_p: top_p takes the smallest prefix that reaches its mass
+of what top_k left, min_p drops what is below min_p times the best probability.
+
+**Threshold.** It is found by bisection: at most `VALUE_PASSES` passes over the values, then at most 32 over int32 keys
+(floats compare like their bit patterns); 10 to 20 are typical. Exact for top_k, up to float32 rounding of the mass for
+top_p. The passes first run over the `TOP_BLOCKS` blocks with the best maxima; only rows whose prefix is longer than
+that are searched in the whole row.
+
+**Draw.** Weights are summed in a tree of fan-out `FOLD` by explicit pairwise additions, so a row's sums have the same
+bits in every batch. One uniform number walks down the tree (inverse CDF). It comes from Threefry by (seed, position)
+alone, integer arithmetic that is the same on every backend.
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+NUM_STOP_IDS = 32   # stop ids per row that the device knows
+BLOCK = 64          # neighbouring tokens that share a maximum
+TOP_BLOCKS = 64     # blocks searched before the whole row
+FOLD = 16           # children of a node of the sum tree
+VALUE_PASSES = 16   # bisections by value, before those by key
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)   # below it, backends may flush to zero
+
+
+class SamplingState(NamedTuple):
+    """What the tokens so far say about each row. Kept by slot; gathered to rows by the caller.
+
+    Attributes:
+      output_counts: int32[S, V], how often each token is in the output.
+      in_prompt: bool[S, V], tokens of the prompt.
+      logit_bias: float32[S, V], added to the logits.
+    """
+    output_counts: Array
+    in_prompt: Array
+    logit_bias: Array
+
+
+class SamplingInputs(NamedTuple):
+    """Parameters of each row in one step.
+
+    Attributes:
+      temperature: float32[S]; 0 is greedy, and so is anything below the smallest normal float32, or NaN.
+      top_p, min_p: float32[S]; off at 1 and 0.
+      presence_penalty, frequency_penalty, repetition_penalty: float32[S]; off at 0, 0 and 1.
+      top_k: int32[S]; <= 0 or >= V: off, 1 is greedy.
+      seed: uint32[S, 2], the request's random stream.
+      position: int32[S], number of the output token being drawn; (seed, position) decides the draw, nothing else.
+      stop_ids: int32[S, NUM_STOP_IDS], padded with ids outside the vocabulary.
+      suppress_stop: bool[S], True while min_tokens is not reached: stop ids get -inf.
+    """
+    temperature: Array
+    top_p: Array
+    min_p: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    repetition_penalty: Array
+    top_k: Array
+    seed: Array
+    position: Array
+    stop_ids: Array
+    suppress_stop: Array
+
+
+class _Prefix(NamedTuple):
+    """Tokens with a logit above `threshold` [S], and those equal to it with an id <= `last_id` [S]."""
+    threshold: Array
+    last_id: Array
+
+    def contains(self, logits: Array, ids: Array) -> Array:
+        threshold, last_id = self.threshold[:, None], self.last_id[:, None]
+        return (logits > threshold) | ((logits == threshold) & (ids <= last_id))
+
+    def shortened(self, rows: Array, other: _Prefix) -> _Prefix:
+        """The shorter of two prefixes in the given rows, this one in the others."""
+        higher = rows & (other.threshold > self.threshold)
+        same = rows & (other.threshold == self.threshold)
+        last_id = jnp.where(same, jnp.minimum(self.last_id, other.last_id), self.last_id)
+        return _Prefix(jnp.where(higher, other.threshold, self.threshold), jnp.where(higher, other.last_id, last_id))
+
+
+class _Bracket(NamedTuple):
+    """Keys of two thresholds [S], the weights at and above each [S], and the passes made so far."""
+    low: Array
+    high: Array
+    sum_low: Array
+    sum_high: Array
+    num_passes: Array
+
+
+class _Blocks(NamedTuple):
+    """The best blocks of each row, in id order: logits and ids [S, num * BLOCK]; every other logit is <= bound [S]."""
+    logits: Array
+    ids: Array
+    bound: Array
+
+
+_Weigh = Callable[[Array, Array], Array]   # weights of clean logits and their ids, both [S, n]
+
+
+def argmax(logits: Array) -> Array:
+    """The most probable token of each row, int32[S]; the lowest id among equals, 0 for a row without finite logits."""
+    return _best(_pad(logits, BLOCK, -jnp.inf))[0]
+
+
+def adjust_logits(logits: Array, state: SamplingState, inputs: SamplingInputs) -> Array:
+    """Applies penalties, then `logit_bias`, then the suppression of stop ids.
+
+    The repetition penalty divides positive and multiplies negative logits of prompt and output tokens (Keskar et al.
+    2019, as in Hugging Face); presence and frequency penalties are subtracted for output tokens only (OpenAI). A logit
+    of -inf stays -inf, so a grammar mask may be applied before.
+
+    Args:
+      logits: float32[S, V].
+
+    Returns:
+      float32[S, V].
+    """
+    counts = state.output_counts
+    in_output = counts > 0
+    factor = inputs.repetition_penalty[:, None]
+    penalised = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = jnp.where(state.in_prompt | in_output, penalised, logits)
+    logits = logits - jnp.where(in_output, inputs.presence_penalty[:, None], jnp.float32(0))
+    logits = logits - inputs.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    logits = logits + state.logit_bias
+    num_rows, vocab_size = logits.shape
+    stop_ids = jnp.where(inputs.suppress_stop[:, None], inputs.stop_ids, vocab_size)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    return logits.at[rows, stop_ids].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
+
+
+def sample(logits: Array, inputs: SamplingInputs) -> Array:
+    """Draws one token per row; greedy rows (temperature 0 or top_k 1) take `argmax`.
+
+    Args:
+      logits: float32[S, V], already adjusted and masked.
+
+    Returns:
+      int32[S]. Never a token whose logit is -inf, unless the whole row is: then 0.
+
+    Costs about four passes over the logits, more for rows whose top_k or top_p keeps very many tokens.
+    """
+    x = _pad(logits, BLOCK, -jnp.inf)
+    best, top = _best(x)
+    greedy = _is_greedy(inputs)
+
+    def draw() -> Array:
+        weigh = _kept_weights(x, top, inputs, active=~greedy)
+        token = _inverse_cdf(x, weigh, _uniform(inputs.seed, inputs.position), otherwise=best)
+        return jnp.where(greedy, best, token)
+
+    return lax.cond(jnp.all(greedy), lambda: best, draw)
+
+
+def kept_tokens(logits: Array, inputs: SamplingInputs) -> Array:
+    """The tokens `sample` can draw, bool[S, V]: exactly one for a greedy row or one without finite logits."""
+    x = _pad(logits, BLOCK, -jnp.inf)
+    best, top = _best(x)
+    ids = _ids(x)
+    weigh = _kept_weights(x, top, inputs, active=~_is_greedy(inputs))
+    only = _is_greedy(inputs) | (top == -jnp.inf)
+    kept = jnp.where(only[:, None], ids == best[:, None], weigh(_clean(x), ids) > 0)
+    return kept[:, :logits.shape[1]]
+
+
+def log_probabilities(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array, Array]:
+    """Log-probabilities of given tokens and of the most probable ones, from the logits as they are.
+
+    Args:
+      logits: float32[S, V], raw: before temperature, penalties and masks.
+      tokens: int32[S], ids in [0, V).
+      num_top: how many of the best tokens to list, 0 to V.
+
+    Returns:
+      logprob float32[S], rank int32[S] (1 is best, ties by lowest id), top_ids int32[S, num_top] best first and
+      top_logprobs float32[S, num_top].
+
+    Raises:
+      ValueError: num_top is outside [0, V].
+    """
+    vocab_size = logits.shape[1]
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"num_top={num_top}: expected 0 to {vocab_size}, the number of tokens in the logits")
+    padded = _pad(logits, BLOCK, -jnp.inf)
+    x = _clean(padded)
+    top = _block_maxima(padded).max(axis=1)
+    offset = jnp.where(top > -jnp.inf, top, jnp.float32(0))
+    offset = offset + jnp.log(_row_sums(jnp.exp(x - offset[:, None])))
+    offset = jnp.where(top > -jnp.inf, offset, jnp.float32(0))
+    chosen = jnp.take_along_axis(x, tokens[:, None], axis=1, mode="clip")
+    ahead = (x > chosen) | ((x == chosen) & (_ids(x) < tokens[:, None]))
+    rank = 1 + _row_sums(ahead.astype(jnp.int32))
+    top_logits, top_ids = _top(padded, num_top)
+    return chosen[:, 0] - offset, rank, top_ids, top_logits - offset[:, None]
+
+
+def _clean(logits: Array) -> Array:
+    """Finite or -inf logits without negative zeros. Applied where logits are read, so that no second copy is stored."""
+    x = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, _LARGEST))
+    return jnp.where(x == 0, jnp.float32(0), x)
+
+
+def _pad(values: Array, multiple: int, fill: float) -> Array:
+    missing = -values.shape[1] % multiple
+    return jnp.pad(values, ((0, 0), (0, missing)), constant_values=fill) if missing else values
+
+
+def _ids(x: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+
+def _is_greedy(inputs: SamplingInputs) -> Array:
+    return ~(inputs.temperature >= _SMALLEST_TEMPERATURE) | (inputs.top_k == 1)
+
+
+def _block_maxima(x: Array) -> Array:
+    """Clean maxima [S, N / BLOCK]. A maximum over raw logits is three times faster on CPU and shows NaN as NaN."""
+    def maxima(values: Array) -> Array:
+        return values.reshape(x.shape[0], -1, BLOCK).max(axis=2)
+
+    def on_cpu(x: Array) -> Array:
+        raw = maxima(x)
+        return lax.cond(jnp.any(jnp.isnan(raw)), lambda: maxima(_clean(x)), lambda: _clean(raw))
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=lambda x: maxima(_clean(x)))
+
+
+def _best(x: Array) -> tuple[Array, Array]:
+    """Id and logit of each row's best token: the first block with the maximum, then the first token in it."""
+    maxima = _block_maxima(x)
+    block = jnp.argmax(maxima, axis=1).astype(jnp.int32)
+    inside = _gather_blocks(x, block[:, None])
+    return block * BLOCK + jnp.argmax(inside, axis=1).astype(jnp.int32), maxima.max(axis=1)
+
+
+def _gather_blocks(x: Array, blocks: Array) -> Array:
+    """Clean logits of the given blocks [S, n], one after the other: [S, n * BLOCK]."""
+    num_rows, num = blocks.shape
+    num_blocks = x.shape[1] // BLOCK
+    flat = blocks + num_blocks * jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    picked = x.reshape(-1, BLOCK).at[flat.reshape(-1)].get(mode="promise_in_bounds")
+    return _clean(picked).reshape(num_rows, num * BLOCK)
+
+
+def _best_blocks(x: Array, num: int) -> _Blocks:
+    """The blocks that hold the `num` best tokens: any of them is beaten by fewer than `num` block maxima."""
+    maxima = _block_maxima(x)
+    num_blocks = maxima.shape[1]
+    if num >= num_blocks:
+        return _whole_row(x)
+    values, blocks = lax.optimization_barrier(lax.top_k(maxima, num + 1))   # a sliced top_k becomes a full sort on CPU
+    blocks = jnp.sort(blocks[:, :num], axis=1)
+    ids = blocks[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    return _Blocks(_gather_blocks(x, blocks), ids.reshape(x.shape[0], -1), values[:, num])
+
+
+def _whole_row(x: Array) -> _Blocks:
+    return _Blocks(_clean(x), _ids(x), jnp.full(x.shape[:1], -jnp.inf, jnp.float32))
+
+
+def _top(x: Array, num: int) -> tuple[Array, Array]:
+    """Logits and ids of the `num` best tokens [S, num], best first, ties by lowest id."""
+    if num == 0:
+        return jnp.zeros((x.shape[0], 0), jnp.float32), jnp.zeros((x.shape[0], 0), jnp.int32)
+    blocks = _best_blocks(x, num)
+    values, places = lax.top_k(blocks.logits, num)
+    return values, jnp.take_along_axis(blocks.ids, places, axis=1, mode="promise_in_bounds")
+
+
+def _kept_weights(x: Array, top: Array, inputs: SamplingInputs, active: Array) -> _Weigh:
+    """Function of clean logits and ids [S, n]: probability relative to the best, 0 for tokens the filters drop.
+
+    Rows that are not active skip the searches.
+    """
+    everything = _Prefix(jnp.full_like(top, -jnp.inf), jnp.full(top.shape, x.shape[1], jnp.int32))
+    by_count = active & (inputs.top_k > 0) & (inputs.top_k < x.shape[1])
+    by_mass = active & (inputs.top_p < 1)
+    origin = jnp.where(top > -jnp.inf, top, jnp.float32(0))[:, None]
+    temperature = jnp.where(active, inputs.temperature, jnp.float32(1))[:, None]
+
+    def weights(prefix: _Prefix, logits: Array, ids: Array) -> Array:
+        relative = jnp.exp((logits - origin) / temperature)   # divides: 1 / temperature may overflow
+        return jnp.where(prefix.contains(logits, ids), relative, jnp.float32(0))
+
+    def search() -> _Prefix:
+        blocks = _best_blocks(x, TOP_BLOCKS)
+        ones, count = (lambda logits, ids: jnp.ones_like(logits)), inputs.top_k.astype(jnp.float32)
+        prefix = _search(x, top, blocks, ones, count, by_count, everything)
+
+        def search_mass() -> _Prefix:
+            mass = partial(weights, prefix)
+            target = inputs.top_p * _row_sums(_fold_weights(x, mass))
+            return _search(x, top, blocks, mass, target, by_mass, prefix)
+
+        return lax.cond(jnp.any(by_mass), search_mass, lambda: prefix)
+
+    kept = lax.cond(jnp.any(by_count | by_mass), search, lambda: everything)
+
+    def weigh(logits: Array, ids: Array) -> Array:
+        relative = weights(kept, logits, ids)
+        return jnp.where(relative >= inputs.min_p[:, None], relative, jnp.float32(0))
+
+    return weigh
+
+
+def _search(x: Array, top: Array, blocks: _Blocks, weigh: _Weigh, target: Array, active: Array,
+            otherwise: _Prefix) -> _Prefix:
+    """Shortest prefix of active rows whose weights sum to `target`; `otherwise` for the other rows."""
+    weights = weigh(blocks.logits, blocks.ids)
+    above = _row_sums(jnp.where(blocks.logits > blocks.bound[:, None], weights, jnp.float32(0)))
+    in_blocks = active & (above >= target)
+    prefix = otherwise.shortened(in_blocks, _shortest_prefix(blocks, weigh, top, target, in_blocks))
+    elsewhere = active & ~in_blocks
+
+    def search_all() -> _Prefix:
+        return prefix.shortened(elsewhere, _shortest_prefix(_whole_row(x), weigh, top, target, elsewhere))
+
+    return lax.cond(jnp.any(elsewhere), search_all, lambda: prefix)
+
+
+def _shortest_prefix(blocks: _Blocks, weigh: _Weigh, top: Array, target: Array, active: Array) -> _Prefix:
+    """Bisection for the highest threshold whose tokens weigh at least `target`, then the cut among its ties.
+
+    The tokens at `low` and above weigh enough and those at `high` and above too little. When both differ by less than
+    the weight of two tokens, one token is left between them and any threshold in between keeps the same set. The first
+    passes halve the distance of the logits, which separates distinct tokens soonest; the others halve the distance of
+    the keys, which ends on ties too.
+    """
+    logits = blocks.logits
+    weights = weigh(logits, blocks.ids)
+
+    def is_open(carry: _Bracket) -> Array:
+        low_weight = weigh(_from_key(carry.low)[:, None], jnp.zeros_like(carry.low)[:, None])[:, 0]
+        several = carry.sum_low - carry.sum_high >= jnp.float32(1.5) * low_weight
+        return active & (carry.low + 1 < carry.high) & (carry.sum_low != target) & several
+
+    def step(carry: _Bracket) -> _Bracket:
+        low, high = carry.low, carry.high
+        by_key = (low >> 1) + (high >> 1) + (low & high & 1)
+        by_value = _to_key(_from_key(low) * jnp.float32(0.5) + _from_key(high) * jnp.float32(0.5))
+        middle = jnp.where(carry.num_passes < VALUE_PASSES, jnp.clip(by_value, low + 1, high - 1), by_key)
+        threshold = lax.optimization_barrier(_from_key(middle))   # else it is computed again for every logit
+        total = _row_sums(jnp.where(logits >= threshold[:, None], weights, jnp.float32(0)))
+        going, enough = is_open(carry), total >= target
+        raised, lowered = going & enough, going & ~enough
+        return _Bracket(jnp.where(raised, middle, low), jnp.where(lowered, middle, high),
+                        jnp.where(raised, total, carry.sum_low), jnp.where(lowered, total, carry.sum_high),
+                        carry.num_passes + 1)
+
+    lowest = jnp.maximum(blocks.bound, jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf), axis=1))
+    start = _Bracket(_to_key(lowest), _to_key(top) + 1, jnp.full_like(target, jnp.inf), jnp.zeros_like(target),
+                     jnp.int32(0))
+    threshold = _from_key(lax.while_loop(lambda carry: jnp.any(is_open(carry)), step, start).low)
+    tied = (logits == threshold[:, None]).astype(jnp.int32)
+    missing = target - _row_sums(jnp.where(logits > threshold[:, None], weights, jnp.float32(0)))
+    weight = jnp.max(jnp.where(tied > 0, weights, jnp.float32(0)), axis=1)
+    num = jnp.ceil(missing / jnp.where(weight > 0, weight, jnp.float32(1)))
+    num = jnp.clip(num, 1, logits.shape[1]).astype(jnp.int32)
+    everything = jnp.full_like(num, jnp.iinfo(jnp.int32).max)
+    too_many = active & (_row_sums(tied) > num)
+    last_id = lax.cond(jnp.any(too_many), lambda: jnp.where(too_many, _nth_id(tied, blocks.ids, num), everything),
+                       lambda: everything)
+    return _Prefix(threshold, last_id)
+
+
+def _nth_id(flags: Array, ids: Array, num: Array) -> Array:
+    """Id of the num-th (from 1) set flag of each row: its block by block counts, then its place in the block."""
+    by_block = flags.reshape(flags.shape[0], -1, BLOCK)
+    upto = jnp.cumsum(by_block.sum(axis=2), axis=1)
+    block = jnp.argmax(upto >= num[:, None], axis=1).astype(jnp.int32)[:, None]
+    inside = jnp.take_along_axis(by_block, block[:, :, None], axis=1)[:, 0]
+    before = jnp.take_along_axis(upto, block, axis=1) - inside.sum(axis=1, keepdims=True)
+    place = jnp.argmax(before + jnp.cumsum(inside, axis=1) >= num[:, None], axis=1).astype(jnp.int32)[:, None]
+    return jnp.take_along_axis(ids, block * BLOCK + place, axis=1)[:, 0]
+
+
+def _to_key(values: Array) -> Array:
+    """Integers that compare like the floats they are made from."""
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _from_key(keys: Array) -> Array:
+    return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
+
+
+def _fold(values: Array) -> Array:
+    """Sums of FOLD entries each, [S, n] -> [S, ceil(n / FOLD)]; entry j adds the entries that are j modulo the width."""
+    parts = _pad(values, FOLD, 0).reshape(values.shape[0], FOLD, -1)
+    while parts.shape[1] > 1:
+        half = parts.shape[1] // 2
+        parts = parts[:, :half] + parts[:, half:]
+    return lax.optimization_barrier(parts[:, 0])   # keeps the next level from being fused into a huge expression
+
+
+def _fold_weights(x: Array, weigh: _Weigh) -> Array:
+    """`_fold` of all weights, which are computed slice by slice and never stored."""
+    width = x.shape[1] // FOLD
+    ids = lax.broadcasted_iota(jnp.int32, (x.shape[0], width), 1)
+    parts = [weigh(_clean(x[:, i * width:(i + 1) * width]), ids + i * width) for i in range(FOLD)]
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [a + b for a, b in zip(parts[:half], parts[half:])]
+    return lax.optimization_barrier(parts[0])
+
+
+def _row_sums(values: Array) -> Array:
+    while values.shape[1] > 1:
+        values = _fold(values)
+    return values[:, 0]
+
+
+def _uniform(seed: Array, position: Array) -> Array:
+    """One number in [0, 1) per row: 24 bits of the Threefry block that `fold_in` computes."""
+    keys = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    words = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, position))
+    return (words[:, 0] >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** -24)
+
+
+def _inverse_cdf(x: Array, weigh: _Weigh, uniform: Array, otherwise: Array) -> Array:
+    """Token where the running sum of weights passes uniform * total, walking down the tree of sums.
+
+    Rounding may carry the remainder past a node's last child; the last child with a weight is taken then, so a token
+    without weight is never returned. `otherwise` [S] is the answer for a row without any weight. The weights
+    themselves are not stored: those of the last step are computed again.
+    """
+    levels = [_fold_weights(x, weigh)]
+    while levels[-1].shape[1] > 1:
+        levels.append(_fold(levels[-1]))
+    rest = uniform * levels[-1][:, 0]
+    index = jnp.zeros_like(otherwise)
+    weight = levels[-1][:, 0]
+    branches = jnp.arange(FOLD, dtype=jnp.int32)
+    for level in (*reversed(levels[:-1]), x):
+        children = index[:, None] + -(-level.shape[1] // FOLD) * branches
+        values = jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0)
+        if level is x:
+            values = weigh(_clean(values), children)
+        upto = jnp.cumsum(values, axis=1)
+        last = jnp.max(jnp.where(values > 0, branches, 0), axis=1)
+        first = jnp.min(jnp.where((values > 0) & (upto > rest[:, None]), branches, FOLD), axis=1)
+        branch = jnp.where(first < FOLD, first, last)[:, None]
+        weight = jnp.take_along_axis(values, branch, axis=1)[:, 0]
+        before = jnp.take_along_axis(upto, branch, axis=1)[:, 0] - weight
+        rest = jnp.maximum(rest - before, jnp.float32(0))
+        index = jnp.take_along_axis(children, branch, axis=1)[:, 0]
+    return jnp.where(weight > 0, index, otherwise)

@@ -1,0 +1,174 @@
+"""The model runner: compiled steps by shape, and the device state they are chained through. It owns KV and RowState."""
+from __future__ import annotations
+
+import logging
+import time
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jradix.batch import PackedBatch, StepLayout
+from jradix.config import EngineConfig, StepShape, StepShapes
+from jradix.models.config import ModelConfig
+from jradix.models.decoder import Decoder, split_model
+from jradix.ops.kv_cache import KVCache, make_kv_cache
+from jradix.runner.step import RowState, StepOutput, StepSettings, make_step, reset_rows
+
+logger = logging.getLogger("jradix")
+
+
+class ModelRunner:
+    """Runs steps. Every call consumes the KV and RowState of the one before: that chain is the only fence.
+
+    Args:
+      model: weights on `device`.
+      config: sizes of the engine.
+      kv_dtype: type of the KV pages.
+      num_valid_tokens: ids the tokenizer knows, at most the model's vocabulary.
+      implementation: attention by name, None for the default.
+    """
+
+    def __init__(self, model: Decoder, model_config: ModelConfig, config: EngineConfig, *, device: jax.Device,
+                 kv_dtype: jnp.dtype, num_valid_tokens: int | None = None, implementation: str | None = None):
+        self.config = config
+        self.device = device
+        self.shapes = StepShapes.for_engine(config)
+        self.num_compiled = 0
+        self.compile_s = 0.0
+        self._model_config = model_config
+        self._kv_dtype = kv_dtype
+        _, self._leaves, self._merge = split_model(model)
+        vocab_size = model_config.vocab_size
+        self._settings = StepSettings(
+            head_dim=model_config.head_dim, vocab_size=vocab_size,
+            num_valid_tokens=min(num_valid_tokens or vocab_size, vocab_size),
+            layer_windows=tuple(model_config.layer_windows), groups=model_config.kv_groups(),
+            implementation=implementation)
+        self._steps: dict[tuple[StepShape, int], Callable] = {}
+        self._layouts: dict[StepShape, StepLayout] = {}
+        self._reset_rows = jax.jit(reset_rows, donate_argnums=0)
+        self._is_warm = False
+        self.kv: KVCache | None = None
+        self._rows: RowState | None = None
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """New KV pages and row state, all zero; the old ones are given up first."""
+        self._delete_state()
+        c, m = self.config, self._model_config
+        self.kv = make_kv_cache(num_layers=m.num_layers, num_pages=c.num_pages, page_size=c.page_size,
+                                kv_width=m.kv_width, dtype=self._kv_dtype, device=self.device)
+        rows, vocab = c.max_num_seqs + 1, m.vocab_size
+        with jax.default_device(self.device):
+            self._rows = RowState(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, vocab), jnp.int32),
+                                  jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.float32))
+
+    @property
+    def spare_slot(self) -> int:
+        """The slot of `RowState` that padding rows write to."""
+        return self.config.max_num_seqs
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Token ids that may be given and are ever sampled: [0, num_valid_tokens)."""
+        return self._settings.num_valid_tokens
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._settings.groups)
+
+    @property
+    def is_intact(self) -> bool:
+        """False when a failed call consumed the device state without returning a new one."""
+        return self.kv is not None and not any(a.is_deleted() for a in jax.tree.leaves((self.kv, self._rows)))
+
+    def layout(self, shape: StepShape) -> StepLayout:
+        """Where the fields of a step of this shape lie in its buffers."""
+        if shape not in self._layouts:
+            self._layouts[shape] = StepLayout(shape, num_groups=len(self._settings.groups),
+                                              max_pages=self.config.max_pages_per_seq)
+        return self._layouts[shape]
+
+    def dispatch(self, packed: PackedBatch, shape: StepShape, num_steps: int = 1) -> StepOutput:
+        """Starts a step and returns its results, still on the device; nobody waits.
+
+        Args:
+          packed: buffers in the layout of `shape`. They must not be written afterwards: on CPU the step reads them
+            where they lie.
+        """
+        key = (shape, num_steps)
+        step = self._steps.get(key)
+        if step is None:
+            return self._compile(key, packed)
+        output, self.kv, self._rows = step(self._leaves, self.kv, self._rows, packed.ints, packed.floats)
+        return output
+
+    def set_history(self, slot: int, *, prompt_ids: np.ndarray, output_ids: np.ndarray,
+                    logit_bias: dict[int, float]) -> None:
+        """Tells the device what a request's tokens are so far; needed where penalties or a bias apply."""
+        vocab = self._settings.vocab_size
+        in_prompt = np.zeros(vocab, bool)
+        in_prompt[prompt_ids] = True
+        bias = np.zeros(vocab, np.float32)
+        bias[list(logit_bias)] = list(logit_bias.values())
+        counts = np.bincount(output_ids, minlength=vocab).astype(np.int32)
+        self._rows = self._reset_rows(self._rows, np.int32(slot), counts, in_prompt, bias)
+
+    def replace_weights(self, model: Decoder) -> None:
+        """Runs the compiled steps on other weights of the same shapes; the old ones are deleted."""
+        _, leaves, _ = split_model(model)
+        if [(a.shape, a.dtype) for a in leaves] != [(a.shape, a.dtype) for a in self._leaves]:
+            raise ValueError("the new weights differ in number, shape or dtype from those the runner was built for")
+        old, self._leaves = self._leaves, leaves
+        for leaf in old:
+            leaf.delete()
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every shape by running it on padding. A compilation after this is logged as a warning.
+
+        Args:
+          progress: called with (shapes done, shapes in all).
+        """
+        keys = [(shape, 1) for shape in self.shapes.all()]
+        if self.config.decode_steps > 1:
+            keys += [(StepShape(rows, 0), self.config.decode_steps) for rows in self.shapes.row_buckets]
+        for i, (shape, num_steps) in enumerate(keys):
+            if progress:
+                progress(i, len(keys))
+            batch, packed = self.layout(shape).allocate()
+            batch.row_slots.fill(self.spare_slot)
+            self.dispatch(packed, shape, num_steps)
+        self.set_history(self.spare_slot, prompt_ids=np.zeros(0, np.int32), output_ids=np.zeros(0, np.int32),
+                         logit_bias={})
+        if progress:
+            progress(len(keys), len(keys))
+        self._is_warm = True
+
+    def close(self) -> None:
+        """Deletes weights, KV and state from the device at once. The runner is unusable afterwards."""
+        self._delete_state()
+        for leaf in self._leaves:
+            leaf.delete()
+        self._leaves = []
+        self._steps.clear()
+
+    def _compile(self, key: tuple[StepShape, int], packed: PackedBatch) -> StepOutput:
+        shape, num_steps = key
+        if self._is_warm:
+            logger.warning("compiling after warm-up: a step of %d rows, %d chunk tokens, %d decode steps was not among "
+                           "the warmed shapes", shape.num_rows, shape.num_chunk_tokens, num_steps)
+        start = time.perf_counter()
+        step = jax.jit(make_step(self._merge, self.layout(shape), self._settings, num_steps), donate_argnums=(1, 2))
+        output, self.kv, self._rows = step(self._leaves, self.kv, self._rows, packed.ints, packed.floats)
+        self._steps[key] = step
+        self.num_compiled += 1
+        self.compile_s += time.perf_counter() - start
+        return output
+
+    def _delete_state(self) -> None:
+        for array in jax.tree.leaves((self.kv, self._rows)):
+            if not array.is_deleted():
+                array.delete()
+        self.kv = self._rows = None

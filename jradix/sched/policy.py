@@ -1,0 +1,44 @@
+"""Which waiting request is admitted next. Pure functions over the admission window."""
+from __future__ import annotations
+
+from typing import Sequence
+
+import numpy as np
+
+from jradix.sched.request import Request
+
+
+def choose(window: Sequence[Request], matched: Sequence[int], blocked: Sequence[bool], max_bypass: int) -> int | None:
+    """Index of the request to admit: the longest cached prefix first, ties in order of arrival.
+
+    A request that was passed over `max_bypass` times goes before all others, so nobody starves. Preempted requests
+    stand first in the window and go first: they hold a place that others would take from them again.
+
+    Args:
+      window: waiting requests in order.
+      matched: cached tokens of each.
+      blocked: True where the request waits for a prefix that a running one is computing.
+    """
+    open_places = [i for i in range(len(window)) if not blocked[i]]
+    if not open_places:
+        return None
+    for i in open_places:
+        if window[i].num_preemptions or window[i].num_passed_over >= max_bypass:
+            return i
+    return max(open_places, key=lambda i: (matched[i], -i))
+
+
+def shares_pending_prefix(request: Request, matched: int, running: Request, page_size: int) -> bool:
+    """True when `running` is about to compute a page that `request` would otherwise compute as well.
+
+    Args:
+      matched: cached tokens of `request`, whole pages.
+    """
+    end = matched + page_size
+    if request.first_logit is not None:
+        longest = request.first_logit
+    else:
+        longest = request.num_tokens - 1
+    return (end <= longest and end <= running.num_tokens and running.is_prefilling
+            and request.namespace == running.namespace
+            and np.array_equal(request.tokens[:end], running.tokens[:end]))

@@ -1,0 +1,388 @@
+"""The scheduler: admission, chunked prefill, decode, preemption, stop conditions. It owns the requests and their slots.
+
+It runs one step ahead of the device: `schedule` plans step n+1 while step n is still in flight. That is safe because
+all device calls form one chain: a page freed while step n may still read it is not written before step n+1.
+"""
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Callable, Iterator
+
+import numpy as np
+
+from jradix.cache.prefix_cache import Lease, PrefixCache
+from jradix.config import EngineConfig
+from jradix.errors import OutOfPages, RequestError
+from jradix.sched.plan import Row, StepPlan
+from jradix.sched.policy import choose, shares_pending_prefix
+from jradix.sched.request import Request, RequestState
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+    num_steps: int = 0
+    num_computed_tokens: int = 0          # all tokens run
+    num_computed_prompt_tokens: int = 0   # prompt tokens run for the first time
+    num_cached_prompt_tokens: int = 0     # prompt tokens found in the cache
+    num_recomputed_tokens: int = 0        # tokens run again after preemption
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+
+
+class Scheduler:
+    """Decides what runs.
+
+    Invariant: a request is in exactly one of {preempted, waiting, running} or finished; each running request has one
+    slot and one lease.
+    """
+
+    def __init__(self, config: EngineConfig, cache: PrefixCache, *, clock: Callable[[], float] = time.perf_counter):
+        self.config = config
+        self.cache = cache
+        self.counters = SchedulerCounters()
+        self._clock = clock
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._preempted: deque[Request] = deque()
+        self._running: list[Request] = []            # in order of arrival
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._ended: list[Request] = []
+
+    # -- requests in and out
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def requests(self) -> Iterator[Request]:
+        """All unfinished requests."""
+        yield from self._running
+        yield from self._preempted
+        yield from self._waiting.values()
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError when the pool can never hold its prompt and one more token."""
+        self.check_prompt_fits(request.num_prompt)
+        request.arrival_s = self._clock()
+        self._waiting[request.request_id] = request
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.cache.num_pages * self.config.page_size
+
+    def check_prompt_fits(self, num_prompt: int) -> None:
+        """Raises RequestError when a prompt of this length could never run."""
+        if num_prompt + 1 > self.pool_tokens:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens needs room for {num_prompt + 1} tokens, but the KV pool holds "
+                f"{self.pool_tokens} ({self.cache.num_pages} pages of {self.config.page_size}); shorten the prompt or "
+                "raise kv_cache_bytes")
+
+    def abort(self, request: Request) -> None:
+        """Ends a request at once; results of a step in flight for it are dropped. Does nothing when it has ended."""
+        if request.state is not RequestState.FINISHED:
+            self._finish(request, "abort", commit=False)
+
+    # -- one step
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step and books it as done; None when nothing can run.
+
+        The caller dispatches the plan before it calls `schedule` again.
+        """
+        decode = self._plan_decode()
+        budget = self.config.prefill_chunk_tokens
+        prefill: list[Row] = []
+        for request in [r for r in self._running if _needs_chunk(r)]:
+            if budget and (row := self._plan_chunk(request, budget)):
+                prefill.append(row)
+                budget -= row.num_tokens
+        admitted = self._admit(prefill, budget)
+        if not decode and not prefill and self._is_stuck():
+            return self.schedule()
+        num_steps = 1
+        if decode and self._may_run_ahead(decode, prefill):
+            num_steps = self.config.decode_steps
+            for row in decode:
+                row.num_samples = min(num_steps, row.request.num_left)
+        singles = [row for row in prefill if row.num_tokens == 1]
+        plan = StepPlan([*decode, *singles, *(row for row in prefill if row.num_tokens > 1)], len(decode) + len(singles),
+                        num_steps, admitted, sum(row.num_tokens for row in prefill))
+        if not plan.rows:
+            return None
+        self._book(plan, prefill)
+        return plan
+
+    def update(self, plan: StepPlan, tokens: np.ndarray) -> list[tuple[int, Request, list[int]]]:
+        """Takes in the results of a step.
+
+        Args:
+          plan: what ran.
+          tokens: int32[num_steps, S] sampled tokens; only rows with samples count.
+
+        Returns:
+          (index of the row, request, new tokens) per row that gained tokens; rows of ended requests are left out.
+        """
+        now = self._clock()
+        changed: list[tuple[int, Request, list[int]]] = []
+        columns = tokens.T.tolist()
+        for i, row in enumerate(plan.rows):
+            request = row.request
+            if request.state is RequestState.FINISHED:
+                continue
+            if row.num_samples == 0:
+                if request.max_output == 0 and row.start + row.num_tokens == request.num_tokens:
+                    self._finish(request, "length")
+                continue
+            request.num_in_flight -= row.num_samples
+            new_tokens: list[int] = []
+            for token in columns[i][:row.num_samples]:
+                request.append(token)
+                new_tokens.append(token)
+                if self._has_ended(request, token):
+                    break
+            self.counters.num_generated_tokens += len(new_tokens)
+            if request.first_token_s is None:
+                request.first_token_s = now
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason)
+            changed.append((i, request, new_tokens))
+        return changed
+
+    def take_ended(self) -> list[Request]:
+        """Requests that ended since the last call, aborted ones included, each once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check_invariants(self) -> None:
+        """Recomputes slots, states and pages by walking; raises AssertionError with what differs."""
+        slots = [r.slot for r in self._running]
+        assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "slots lost or doubled"
+        assert all(r.state is RequestState.RUNNING and r.lease is not None for r in self._running)
+        waiting = [*self._preempted, *self._waiting.values()]
+        assert all(r.state is RequestState.WAITING and r.lease is None and r.slot == -1 for r in waiting)
+        assert [r.request_id for r in self._running] == sorted(r.request_id for r in self._running)
+        for request in self._running:
+            assert request.num_computed <= request.num_tokens + request.num_in_flight, "more computed than known"
+            assert request.lease.num_pages * self.config.page_size >= request.num_computed, "KV beyond the lease"
+        self.cache.check_invariants()
+
+    # -- planning
+
+    def _plan_decode(self) -> list[Row]:
+        """Rows for all running requests that need one more token, oldest first; preempts the youngest when short."""
+        rows: list[Row] = []
+        waiting_rows = deque(r for r in self._running if r.num_pending == 1 and not _needs_chunk(r) and r.num_left > 0)
+        while waiting_rows:
+            request = waiting_rows.popleft()
+            try:
+                self.cache.extend(request.lease, request.num_computed + 1)
+            except OutOfPages:
+                planned = {row.request.request_id for row in rows}
+                victim = next(r for r in reversed(self._running) if r.request_id not in planned)
+                if victim is request and len(self._running) == 1:
+                    if request.num_in_flight == 0:
+                        request.stop_reason = "kv_capacity"
+                        self._finish(request, "length")
+                    return rows    # with a token in flight the request ends, or grows no further, at the next call
+                self._preempt(victim)
+                if victim is not request:
+                    if victim in waiting_rows:
+                        waiting_rows.remove(victim)
+                    waiting_rows.appendleft(request)
+                continue
+            rows.append(Row(request, request.num_computed, 1, request.slot, 1, request.num_in_flight > 0,
+                            request.num_output + request.num_in_flight))
+        return rows
+
+    def _plan_chunk(self, request: Request, budget: int) -> Row | None:
+        """The next prefill chunk of a running request, as long as budget and pages allow."""
+        n = min(request.num_tokens - request.num_computed, budget)
+        room = request.lease.num_pages * self.config.page_size - request.num_computed
+        room += self.cache.num_available_pages * self.config.page_size
+        n = min(n, room)
+        if n <= 0:
+            return None
+        self.cache.extend(request.lease, request.num_computed + n)
+        is_last = request.num_computed + n == request.num_tokens
+        return Row(request, request.num_computed, n, request.slot, int(is_last and request.num_left > 0), False,
+                   request.num_output, request.first_logit)
+
+    def _admit(self, prefill: list[Row], budget: int) -> list[Request]:
+        """Starts waiting requests while slots, budget and pages last; adds their first chunks to `prefill`."""
+        admitted: list[Request] = []
+        window = [r for r in self._preempted if r.num_in_flight == 0]
+        window += islice(self._waiting.values(), max(self.config.admission_window - len(window), 0))
+        if not (window and self._free_slots and budget):
+            return admitted
+        matched = [self.cache.num_matching_tokens(r.known_tokens, r.namespace, max_cached_tokens=r.first_logit)
+                   for r in window]
+        computing = [r for r in self._running if r.is_prefilling]
+        while window and self._free_slots and budget:
+            blocked = [self._waits_for_prefix(r, m, computing) for r, m in zip(window, matched)]
+            i = choose(window, matched, blocked, self.config.max_bypass)
+            if i is None or not self._start(window[i]):
+                break
+            request = window.pop(i)
+            del matched[i]
+            for earlier, is_blocked in zip(window[:i], blocked):
+                earlier.num_passed_over += not is_blocked
+            admitted.append(request)
+            row = self._plan_chunk(request, budget)
+            if row is None:
+                break
+            prefill.append(row)
+            budget -= row.num_tokens
+            computing.append(request)
+        return admitted
+
+    def _start(self, request: Request) -> bool:
+        """Moves a waiting request to the running ones if its tokens fit beside what the others may still need."""
+        is_resumed = request.num_cached_tokens is not None
+        lease = self.cache.acquire(request.known_tokens, request.namespace, max_cached_tokens=request.first_logit,
+                                   is_resumed=is_resumed)
+        if self._running and self._pages_wanted(request, lease) > self.cache.num_available_pages - self._pages_reserved():
+            self.cache.release(lease)
+            self._uncount_lookup(request, lease, is_resumed)
+            return False
+        if is_resumed:
+            self._preempted.remove(request)
+        else:
+            del self._waiting[request.request_id]
+            request.num_cached_tokens = lease.num_cached_tokens
+            request.admitted_s = self._clock()
+            self.counters.num_cached_prompt_tokens += lease.num_cached_tokens
+        request.state = RequestState.RUNNING
+        request.lease = lease
+        request.num_computed = lease.num_cached_tokens
+        request.slot = self._free_slots.pop()
+        insort(self._running, request, key=lambda r: r.request_id)
+        return True
+
+    def _uncount_lookup(self, request: Request, lease: Lease, is_resumed: bool) -> None:
+        if not is_resumed:
+            self.cache.counters.num_lookups -= 1
+            self.cache.counters.num_lookup_tokens -= request.num_tokens
+            self.cache.counters.num_hit_tokens -= lease.num_cached_tokens
+
+    def _pages_wanted(self, request: Request, lease: Lease) -> int:
+        """Pages a request lacks for its tokens and the first part of its output."""
+        tokens = request.num_tokens + min(request.num_left, self.config.reserve_tokens)
+        return -(-tokens // self.config.page_size) - lease.num_pages
+
+    def _pages_reserved(self) -> int:
+        """Pages the running requests are expected to take."""
+        return sum(max(self._pages_wanted(r, r.lease), 0) for r in self._running)
+
+    def _waits_for_prefix(self, request: Request, matched: int, computing: list[Request]) -> bool:
+        return (self.config.share_in_batch and self.cache.enabled and not request.num_preemptions
+                and any(shares_pending_prefix(request, matched, r, self.config.page_size) for r in computing))
+
+    def _may_run_ahead(self, decode: list[Row], prefill: list[Row]) -> bool:
+        """True when several decode steps may run in one call: nothing to admit, and room for all their tokens."""
+        k = self.config.decode_steps
+        if k == 1 or prefill or self.num_waiting:
+            return False
+        wanted = [(row.request.lease, row.start + min(k, row.request.num_left)) for row in decode]
+        pages = sum(max(-(-tokens // self.config.page_size) - lease.num_pages, 0) for lease, tokens in wanted)
+        if pages > self.cache.num_available_pages:
+            return False
+        for lease, tokens in wanted:
+            self.cache.extend(lease, tokens)
+        return True
+
+    def _is_stuck(self) -> bool:
+        """Breaks a standstill: only prefills run, none could get a page. True when a request was put back or ended."""
+        stalled = [r for r in self._running if _needs_chunk(r)]
+        if not stalled or any(r.num_in_flight for r in self._running):
+            return False
+        if len(self._running) > 1:
+            self._preempt(self._running[-1])
+        else:
+            stalled[0].stop_reason = "kv_capacity"
+            self._finish(stalled[0], "length")
+        return True
+
+    # -- bookkeeping
+
+    def _book(self, plan: StepPlan, prefill: list[Row]) -> None:
+        """Counts the planned tokens as computed and hands full pages of prefill chunks to the tree."""
+        self.counters.num_steps += 1
+        for row in plan.rows:
+            request = row.request
+            request.num_computed = row.start + row.num_tokens + max(row.num_samples - 1, 0)
+            request.num_in_flight += row.num_samples
+            self.counters.num_computed_tokens += row.num_tokens + max(row.num_samples - 1, 0)
+        for row in prefill:
+            request = row.request
+            if request.num_preemptions:
+                self.counters.num_recomputed_tokens += row.num_tokens
+            else:
+                request.num_computed_prompt += row.num_tokens
+                self.counters.num_computed_prompt_tokens += row.num_tokens
+            if request.num_computed >= request.num_prompt:
+                request.first_logit = None     # all wanted prompt logits are on their way
+            self.cache.commit(request.lease, request.tokens[:min(request.num_computed, request.num_tokens)])
+
+    def _has_ended(self, request: Request, token: int) -> bool:
+        """Sets finish_reason when the request's newest token ends it."""
+        params = request.params
+        stop = None
+        if request.stop_search is not None:
+            stop = request.stop_search.push((token,))
+        if token in request.stop_ids:
+            request.finish_reason = "stop"
+            request.stop_reason = None if token in request.eos_ids else token
+        elif stop is not None:
+            request.finish_reason, request.stop_reason = "stop", stop
+        elif request.num_output >= request.max_output:
+            request.finish_reason = "length"
+            if params.max_tokens is None or request.max_output < params.max_tokens:
+                request.stop_reason = "max_model_len"
+        return request.finish_reason is not None
+
+    def _preempt(self, request: Request) -> None:
+        """Puts a running request back into the queue; what it computed stays in the tree, evictable."""
+        self._leave(request, request.tokens[:min(request.num_computed, request.num_tokens)])
+        request.state = RequestState.WAITING
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._preempted.appendleft(request)
+
+    def _finish(self, request: Request, reason: str, *, commit: bool = True) -> None:
+        if request.state is RequestState.RUNNING:
+            # The KV of the last sampled token may be missing: it is written by the next step, if there is one.
+            num_written = min(request.num_computed, request.num_tokens - (request.num_output > 0))
+            self._leave(request, request.tokens[:num_written] if commit else None)
+        elif request.request_id in self._waiting:
+            del self._waiting[request.request_id]
+        else:
+            self._preempted.remove(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.finished_s = self._clock()
+        self.counters.num_finished += 1
+        self._ended.append(request)
+
+    def _leave(self, request: Request, commit: np.ndarray | None) -> None:
+        """Gives back slot and lease."""
+        self._running.remove(request)
+        self._free_slots.append(request.slot)
+        self.cache.release(request.lease, commit)
+        request.slot, request.lease = -1, None
+
+
+def _needs_chunk(request: Request) -> bool:
+    """True for prefill: tokens known to the host are still to be computed before the request decodes."""
+    return request.is_prefilling and request.num_in_flight == 0
