@@ -68,9 +68,9 @@ class EngineConfig:
         return self.num_pages * self.page_size
 
 
-DECODE_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
+ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 CHUNK_BUCKETS = (32, 128, 512, 2048, 8192)
-MAX_SHAPES = 24
+MAX_PROGRAMS = 24
 
 
 @dataclass(frozen=True, order=True)
@@ -91,20 +91,20 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepShapes:
-    """All compiled shapes of an engine: every pair of a row bucket and a chunk bucket.
+    """All compiled shapes of an engine: a forward pass per pair of a row and a chunk bucket, a sampler per row bucket.
 
-    Padding rows and tokens cost time and every shape costs a compilation, so the lists are short: at most
-    `MAX_SHAPES` pairs, dropping the buckets in the middle that save least.
+    Padding rows and tokens cost time and every program costs a compilation, so the lists are short: at most
+    `MAX_PROGRAMS` programs with the two that have one shape each, dropping the small buckets that save least.
     """
     row_buckets: tuple[int, ...]
     chunk_buckets: tuple[int, ...]
 
     @classmethod
     def for_engine(cls, config: EngineConfig) -> StepShapes:
-        rows = _buckets(DECODE_BUCKETS, config.max_num_seqs)
+        rows = _buckets(ROW_BUCKETS, config.max_num_seqs)
         chunks = (0, *_buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8))
-        while len(rows) * len(chunks) > MAX_SHAPES:
-            if len(rows) > 4:
+        while len(rows) * (len(chunks) + 1) + 2 > MAX_PROGRAMS:
+            if len(rows) > 3:
                 rows = rows[:1] + rows[2:]
             else:
                 chunks = chunks[:1] + chunks[2:]

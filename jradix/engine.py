@@ -232,7 +232,7 @@ class Engine:
             cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
                        hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
                        evicted_pages=cache.counters.num_evicted_pages, eviction_policy="lru"),
-            steps=done.num_steps, compiled_shapes=self._runner.num_compiled, compile_s=self._runner.compile_s,
+            steps=done.num_steps, compiled_programs=self._runner.num_compiled,
             device=f"{self._runner.device.platform}:{self._runner.device.id} ({self._runner.device.device_kind})",
             host_time=dataclasses.asdict(self.host_time))
 
@@ -283,9 +283,10 @@ class Engine:
         for request in plan.admitted:
             self._prepare_slot(request)
         shape = self._runner.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
-        _, packed = build_step_batch(plan, self._runner.layout(shape), spare_slot=self._runner.spare_slot)
+        packed, needs = build_step_batch(plan, self._runner.layout(shape), spare_slot=self._runner.spare_slot)
         t2 = time.thread_time()
-        output = self._runner.dispatch(packed, shape, plan.num_steps)
+        output = self._runner.dispatch(packed, shape, num_steps=plan.num_steps, needs_sampling=needs.sampling,
+                                       num_logit_rows=needs.num_logit_rows)
         self._is_committing = False
         time_spent = self.host_time
         time_spent.schedule_s += t1 - t0
@@ -300,7 +301,7 @@ class Engine:
         tokens = _fetch(output.tokens)
         self.host_time.wait_s += time.perf_counter() - waited
         started = time.thread_time()
-        if any(row.first_logit is not None for row in plan.rows):
+        if output.prompt is not None:
             self._store_prompt_logprobs(plan, _fetch(output.prompt))
         logprobs = None
         grown: list[_Group] = []

@@ -1,6 +1,6 @@
 """The header of a GGUF file: metadata and the table of tensors. It reads no tensor data and knows no model.
 
-Layout (llama.cpp, docs/gguf.md), all little endian: magic, version, counts, key/value pairs, tensor table, padding, data.
+Layout (llama.cpp, docs/gguf.md), little endian: magic, version, counts, key/value pairs, tensor table, padding, data.
 `gguf.GGUFReader` makes one NumPy view per element, 4.5 s for a vocabulary of 49,152 tokens; this takes about 0.1 s.
 """
 from __future__ import annotations
@@ -61,19 +61,19 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     try:
         with open(path, "rb") as file:
             if file.read(4) != MAGIC:
-                raise CheckpointError(f"{path.name} does not begin with 'GGUF': it is no GGUF file, or an incomplete download")
+                raise CheckpointError(f"{path.name} does not begin with 'GGUF': not GGUF, or an incomplete download")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(data, path.name)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except (struct.error, IndexError, OverflowError) as error:
-        raise CheckpointError(f"{path.name} ends inside its header: incomplete download? Fetch the file again") from error
+        raise CheckpointError(f"{path.name} ends inside its header: incomplete download? Fetch it again") from error
 
 
 def _parse(data: mmap.mmap, name: str) -> GGUFHeader:
     version, num_tensors, num_pairs = struct.unpack_from("<IQQ", data, 4)
     if version not in VERSIONS:
-        raise UnsupportedModel(f"{name} is GGUF version {version} (or big endian); supported: versions 2 and 3, little endian")
+        raise UnsupportedModel(f"{name} is GGUF version {version} (or big endian); supported: 2 and 3, little endian")
     reader = _Reader(data, 4 + struct.calcsize("<IQQ"))
     metadata = {}
     for _ in range(num_pairs):
@@ -85,6 +85,8 @@ def _parse(data: mmap.mmap, name: str) -> GGUFHeader:
         shape = tuple(reversed([reader.number("Q") for _ in range(reader.number("I"))]))
         rows.append((tensor, shape, reader.number("I"), reader.number("Q")))
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{name}: general.alignment={alignment!r}, expected a positive integer: damaged header")
     start = -(-reader.position // alignment) * alignment
     return GGUFHeader(metadata, tuple(GGUFTensor(n, s, t, start + o) for n, s, t, o in rows), start)
 
@@ -114,8 +116,8 @@ class _Reader:
             return self.text()
         if type_id == _ARRAY:
             element, count = self.number("I"), self.number("Q")
-            if element in (_STRING, _ARRAY):
-                return [self.value(element, name) for _ in range(count)]
+            if element == _STRING:
+                return [self.text() for _ in range(count)]
             code = self._code(element, name)
             values = struct.unpack_from(f"<{count}{code}", self._data, self.position)
             self.position += struct.calcsize(f"<{count}{code}")

@@ -75,13 +75,15 @@ def rotation(rope: Any, places: np.ndarray) -> Any:
             if wave > rope.original_max_len / rope.low_freq_factor:
                 frequencies[i] = plain / rope.factor
             elif wave >= rope.original_max_len / rope.high_freq_factor:
-                smooth = (rope.original_max_len / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+                band = rope.high_freq_factor - rope.low_freq_factor
+                smooth = (rope.original_max_len / wave - rope.low_freq_factor) / band
                 frequencies[i] = plain * ((1 - smooth) / rope.factor + smooth)
         elif rope.type == "yarn":
             def dimension(turns: float) -> float:
                 return rope.dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-            low, high = max(math.floor(dimension(rope.beta_fast)), 0), min(math.ceil(dimension(rope.beta_slow)), rope.dim - 1)
+            low = max(math.floor(dimension(rope.beta_fast)), 0)
+            high = min(math.ceil(dimension(rope.beta_slow)), rope.dim - 1)
             ramp = min(max((i - low) / max(high - low, 0.001), 0), 1)
             frequencies[i] = plain / rope.factor * ramp + plain * (1 - ramp)
     if rope.type == "yarn":

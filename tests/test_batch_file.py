@@ -30,7 +30,7 @@ def refused(raw: bytes, line: int = 1) -> LineError:
     return caught.value
 
 
-# ------------------------------------------------------------------------------------------------- one line
+# -- one line
 
 def test_chat_line_openai_form_gives_messages():
     request = parse_request_line(chat_line("a", model="gpt-x", max_completion_tokens=5, temperature=0, stop="x"), 1)
@@ -130,7 +130,7 @@ def test_surrogate_pair_and_line_separator_are_text():
     assert parse_request_line(b'{"prompt": "\\ud83d\\ude00\xe2\x80\xa8x"}', 1).prompt == "\U0001f600\u2028x"
 
 
-# ------------------------------------------------------------------------------------------------- the input
+# -- the input
 
 def scanned(tmp_path, content: bytes) -> RequestFile:
     path = tmp_path / "requests.jsonl"
@@ -199,7 +199,7 @@ def test_input_that_is_no_file_is_refused(tmp_path, kind, named):
         RequestFile(path)
 
 
-# ------------------------------------------------------------------------------------------------- the output
+# -- the output
 
 IDENTITY = LineIdentity("f00d", {})
 

@@ -53,7 +53,7 @@ def without_time(folder: Path) -> list[dict]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- answers
+# -- answers
 
 def test_run_writes_openai_results_in_input_order(tmp_path):
     write_requests(tmp_path, [chat("a", "hi", max_tokens=3), {"prompt": "x", "max_tokens": 2, "n": 2}])
@@ -175,7 +175,7 @@ def test_answers_are_printed_in_input_order(tmp_path):
     assert labels == ["a", "line 2", "line-3[0]", "line-3[1]"] and "error: not JSON" in out.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------- log-probabilities
+# -- log-probabilities
 
 def output_with_logprobs() -> RequestOutput:
     position = {65: Logprob(-2.0, 3, "é"), 1: Logprob(-0.5, 1, "\ufffd"), 2: Logprob(float("-inf"), None, None)}
@@ -218,7 +218,7 @@ def test_logprobs_reach_the_file_as_json(tmp_path):
     assert records(tmp_path)[1]["response"]["body"]["prompt_logprobs"][1]["121"]["logprob"] == -9999.0
 
 
-# ------------------------------------------------------------------------------------------------- kill and resume
+# -- kill and resume
 
 KILLED_JOB = """
 import os, signal, sys
@@ -382,7 +382,7 @@ def test_llm_of_the_caller_can_stay_open(tmp_path):
     assert not llm.is_closed
 
 
-# ------------------------------------------------------------------------------------------------- memory
+# -- memory
 
 def test_requests_are_pulled_as_they_are_needed(tmp_path):
     """K02: never more than max_inflight open, and no line is parsed for the job before it is needed."""

@@ -70,7 +70,8 @@ def test_stored_references_match_the_installed_transformers() -> None:
     import tempfile
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder, "qwen3")
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                                  attn_implementation="eager")
         with torch.no_grad():
             logits = model.eval()(torch.tensor(reference_tokens())[None]).logits[0].numpy()
     np.testing.assert_allclose(logits[::4], np.load(REFERENCES)["qwen3"], atol=1e-5)

@@ -134,7 +134,8 @@ class ModelConfig:
         num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
         if num_heads % num_kv_heads:
-            raise CheckpointError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+            raise CheckpointError(f"num_attention_heads={num_heads} is not a multiple of "
+                                  f"num_key_value_heads={num_kv_heads}; is config.json damaged?")
         if head_dim % 2:
             raise UnsupportedModel(f"head_dim={head_dim} is odd; rotary positions need an even one")
         longest = hf_config.max_position_embeddings

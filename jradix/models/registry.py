@@ -55,8 +55,8 @@ def _windows(hf: Any) -> tuple[int | None, ...]:
     if unknown:
         raise UnsupportedModel(f"layer_types contains {unknown[0]!r}; supported: 'full_attention', 'sliding_attention'")
     if len(hf.layer_types) != hf.num_hidden_layers:
-        raise UnsupportedModel(f"layer_types has {len(hf.layer_types)} entries, num_hidden_layers={hf.num_hidden_layers}: "
-                               f"expected one entry per layer")
+        raise UnsupportedModel(f"layer_types has {len(hf.layer_types)} entries; expected one per layer, "
+                               f"num_hidden_layers={hf.num_hidden_layers}")
     return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 

@@ -93,11 +93,12 @@ class _Prefix(NamedTuple):
 
 
 class _Bracket(NamedTuple):
-    """Keys of two thresholds [S], the weights at and above each [S], and the passes made so far."""
+    """Keys of two thresholds [S], the weights at and above each [S], rows to go on with [S], passes made so far."""
     low: Array
     high: Array
     sum_low: Array
     sum_high: Array
+    is_open: Array
     num_passes: Array
 
 
@@ -203,7 +204,7 @@ def log_probabilities(logits: Array, tokens: Array, num_top: int) -> tuple[Array
     offset = jnp.where(top > -jnp.inf, offset, jnp.float32(0))
     chosen = jnp.take_along_axis(x, tokens[:, None], axis=1, mode="clip")
     ahead = (x > chosen) | ((x == chosen) & (_ids(x) < tokens[:, None]))
-    rank = 1 + _row_sums(ahead.astype(jnp.int32))
+    rank = 1 + jnp.sum(ahead, axis=1, dtype=jnp.int32)
     top_logits, top_ids = _top(padded, num_top)
     return chosen[:, 0] - offset, rank, top_ids, top_logits - offset[:, None]
 
@@ -298,15 +299,18 @@ def _kept_weights(x: Array, top: Array, inputs: SamplingInputs, active: Array) -
 
     def search() -> _Prefix:
         blocks = _best_blocks(x, TOP_BLOCKS)
-        ones, count = (lambda logits, ids: jnp.ones_like(logits)), inputs.top_k.astype(jnp.float32)
-        prefix = _search(x, top, blocks, ones, count, by_count, everything)
 
-        def search_mass() -> _Prefix:
-            mass = partial(weights, prefix)
-            target = inputs.top_p * _row_sums(_fold_weights(x, mass))
-            return _search(x, top, blocks, mass, target, by_mass, prefix)
+        def shorten(by: Array, prefix: _Prefix) -> _Prefix:
+            """By number of tokens, then by mass: one loop body, because it is what takes long to compile."""
+            def measure(logits: Array, ids: Array) -> Array:
+                return jnp.where(by == 0, jnp.float32(1), weights(prefix, logits, ids))
+            target = lax.cond(by == 0, lambda: inputs.top_k.astype(jnp.float32),
+                              lambda: inputs.top_p * _row_sums(_fold_weights(x, partial(weights, prefix))))
+            return _search(x, top, blocks, measure, target, jnp.where(by == 0, by_count, by_mass), prefix)
 
-        return lax.cond(jnp.any(by_mass), search_mass, lambda: prefix)
+        first = jnp.where(jnp.any(by_count), jnp.int32(0), jnp.int32(1))
+        end = jnp.where(jnp.any(by_mass), jnp.int32(2), jnp.int32(1))
+        return lax.fori_loop(first, end, shorten, everything)
 
     kept = lax.cond(jnp.any(by_count | by_mass), search, lambda: everything)
 
@@ -343,10 +347,8 @@ def _shortest_prefix(blocks: _Blocks, weigh: _Weigh, top: Array, target: Array, 
     logits = blocks.logits
     weights = weigh(logits, blocks.ids)
 
-    def is_open(carry: _Bracket) -> Array:
-        low_weight = weigh(_from_key(carry.low)[:, None], jnp.zeros_like(carry.low)[:, None])[:, 0]
-        several = carry.sum_low - carry.sum_high >= jnp.float32(1.5) * low_weight
-        return active & (carry.low + 1 < carry.high) & (carry.sum_low != target) & several
+    def weight_at(key: Array) -> Array:
+        return weigh(_from_key(key)[:, None], jnp.zeros_like(key)[:, None])[:, 0]
 
     def step(carry: _Bracket) -> _Bracket:
         low, high = carry.low, carry.high
@@ -355,37 +357,37 @@ def _shortest_prefix(blocks: _Blocks, weigh: _Weigh, top: Array, target: Array, 
         middle = jnp.where(carry.num_passes < VALUE_PASSES, jnp.clip(by_value, low + 1, high - 1), by_key)
         threshold = lax.optimization_barrier(_from_key(middle))   # else it is computed again for every logit
         total = _row_sums(jnp.where(logits >= threshold[:, None], weights, jnp.float32(0)))
-        going, enough = is_open(carry), total >= target
-        raised, lowered = going & enough, going & ~enough
-        return _Bracket(jnp.where(raised, middle, low), jnp.where(lowered, middle, high),
-                        jnp.where(raised, total, carry.sum_low), jnp.where(lowered, total, carry.sum_high),
-                        carry.num_passes + 1)
+        raised, lowered = carry.is_open & (total >= target), carry.is_open & ~(total >= target)
+        low, sum_low = jnp.where(raised, middle, low), jnp.where(raised, total, carry.sum_low)
+        high, sum_high = jnp.where(lowered, middle, high), jnp.where(lowered, total, carry.sum_high)
+        several = sum_low - sum_high >= jnp.float32(1.5) * weight_at(low)
+        is_open = carry.is_open & (low + 1 < high) & (sum_low != target) & several
+        return _Bracket(low, high, sum_low, sum_high, is_open, carry.num_passes + 1)
 
     lowest = jnp.maximum(blocks.bound, jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf), axis=1))
-    start = _Bracket(_to_key(lowest), _to_key(top) + 1, jnp.full_like(target, jnp.inf), jnp.zeros_like(target),
+    low, high = _to_key(lowest), _to_key(top) + 1
+    start = _Bracket(low, high, jnp.full_like(target, jnp.inf), jnp.zeros_like(target), active & (low + 1 < high),
                      jnp.int32(0))
-    threshold = _from_key(lax.while_loop(lambda carry: jnp.any(is_open(carry)), step, start).low)
-    tied = (logits == threshold[:, None]).astype(jnp.int32)
-    missing = target - _row_sums(jnp.where(logits > threshold[:, None], weights, jnp.float32(0)))
-    weight = jnp.max(jnp.where(tied > 0, weights, jnp.float32(0)), axis=1)
-    num = jnp.ceil(missing / jnp.where(weight > 0, weight, jnp.float32(1)))
+    found = lax.while_loop(lambda carry: jnp.any(carry.is_open), step, start)
+    threshold = _from_key(found.low)
+    weight = weight_at(found.low)
+    num = jnp.ceil((target - found.sum_high) / jnp.where(weight > 0, weight, jnp.float32(1)))
     num = jnp.clip(num, 1, logits.shape[1]).astype(jnp.int32)
-    everything = jnp.full_like(num, jnp.iinfo(jnp.int32).max)
-    too_many = active & (_row_sums(tied) > num)
-    last_id = lax.cond(jnp.any(too_many), lambda: jnp.where(too_many, _nth_id(tied, blocks.ids, num), everything),
-                       lambda: everything)
-    return _Prefix(threshold, last_id)
+    tied = (logits == threshold[:, None]).astype(jnp.int32)
+    cut = active & (jnp.sum(tied, axis=1) > num)
+    return _Prefix(threshold, jnp.where(cut, _nth_id(tied, blocks.ids, num, cut), jnp.iinfo(jnp.int32).max))
 
 
-def _nth_id(flags: Array, ids: Array, num: Array) -> Array:
-    """Id of the num-th (from 1) set flag of each row: its block by block counts, then its place in the block."""
-    by_block = flags.reshape(flags.shape[0], -1, BLOCK)
-    upto = jnp.cumsum(by_block.sum(axis=2), axis=1)
-    block = jnp.argmax(upto >= num[:, None], axis=1).astype(jnp.int32)[:, None]
-    inside = jnp.take_along_axis(by_block, block[:, :, None], axis=1)[:, 0]
-    before = jnp.take_along_axis(upto, block, axis=1) - inside.sum(axis=1, keepdims=True)
-    place = jnp.argmax(before + jnp.cumsum(inside, axis=1) >= num[:, None], axis=1).astype(jnp.int32)[:, None]
-    return jnp.take_along_axis(ids, block * BLOCK + place, axis=1)[:, 0]
+def _nth_id(flags: Array, ids: Array, num: Array, active: Array) -> Array:
+    """Id of the num-th (from 1) set flag of active rows, by bisection over the ids."""
+    def step(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bracket
+        middle = lax.optimization_barrier((low + high) >> 1)
+        enough = jnp.sum(jnp.where(ids <= middle[:, None], flags, jnp.int32(0)), axis=1) >= num
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    highest = jnp.where(active, ids[:, -1], jnp.int32(0))
+    return lax.while_loop(lambda bracket: jnp.any(bracket[0] < bracket[1]), step, (jnp.zeros_like(num), highest))[1]
 
 
 def _to_key(values: Array) -> Array:
@@ -446,16 +448,17 @@ def _inverse_cdf(x: Array, weigh: _Weigh, uniform: Array, otherwise: Array) -> A
     weight = levels[-1][:, 0]
     branches = jnp.arange(FOLD, dtype=jnp.int32)
     for level in (*reversed(levels[:-1]), x):
-        children = index[:, None] + -(-level.shape[1] // FOLD) * branches
+        stride = -(-level.shape[1] // FOLD)
+        children = index[:, None] + stride * branches
         values = jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0)
         if level is x:
             values = weigh(_clean(values), children)
-        upto = jnp.cumsum(values, axis=1)
+        upto = jnp.sum(jnp.where(branches[:, None] >= branches, values[:, None, :], jnp.float32(0)), axis=2)
         last = jnp.max(jnp.where(values > 0, branches, 0), axis=1)
         first = jnp.min(jnp.where((values > 0) & (upto > rest[:, None]), branches, FOLD), axis=1)
-        branch = jnp.where(first < FOLD, first, last)[:, None]
-        weight = jnp.take_along_axis(values, branch, axis=1)[:, 0]
-        before = jnp.take_along_axis(upto, branch, axis=1)[:, 0] - weight
+        branch = jnp.where(first < FOLD, first, last)
+        before = jnp.sum(jnp.where(branches < branch[:, None], values, jnp.float32(0)), axis=1)
         rest = jnp.maximum(rest - before, jnp.float32(0))
-        index = jnp.take_along_axis(children, branch, axis=1)[:, 0]
+        weight = jnp.max(jnp.where(branches == branch[:, None], values, jnp.float32(0)), axis=1)
+        index = index + stride * branch
     return jnp.where(weight > 0, index, otherwise)

@@ -2,19 +2,19 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jradix.batch import PackedBatch, StepLayout
+from jradix.batch import LOGIT_BLOCK, PackedBatch, StepLayout
 from jradix.config import EngineConfig, StepShape, StepShapes
 from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
 from jradix.ops.kv_cache import KVCache, make_kv_cache
-from jradix.runner.step import RowState, StepOutput, StepSettings, make_step, reset_rows
+from jradix.runner.step import (RowState, StepOutput, StepSettings, make_decode_steps, make_forward,
+                                make_prompt_logprobs, make_sampling, reset_rows)
 
 logger = logging.getLogger("jradix")
 
@@ -35,8 +35,6 @@ class ModelRunner:
         self.config = config
         self.device = device
         self.shapes = StepShapes.for_engine(config)
-        self.num_compiled = 0
-        self.compile_s = 0.0
         self._model_config = model_config
         self._kv_dtype = kv_dtype
         _, self._leaves, self._merge = split_model(model)
@@ -46,9 +44,10 @@ class ModelRunner:
             num_valid_tokens=min(num_valid_tokens or vocab_size, vocab_size),
             layer_windows=tuple(model_config.layer_windows), groups=model_config.kv_groups(),
             implementation=implementation)
-        self._steps: dict[tuple[StepShape, int], Callable] = {}
+        self._programs: dict[tuple, Callable] = {}
         self._layouts: dict[StepShape, StepLayout] = {}
         self._reset_rows = jax.jit(reset_rows, donate_argnums=0)
+        self._num_logit_rows = -(-self.shapes.all()[-1].num_tokens // LOGIT_BLOCK) * LOGIT_BLOCK
         self._is_warm = False
         self.kv: KVCache | None = None
         self._rows: RowState | None = None
@@ -76,6 +75,11 @@ class ModelRunner:
         return self._settings.num_valid_tokens
 
     @property
+    def num_compiled(self) -> int:
+        """Programs in use, each compiled once: forward shapes, samplers, and the rest."""
+        return len(self._programs)
+
+    @property
     def num_groups(self) -> int:
         return len(self._settings.groups)
 
@@ -88,22 +92,39 @@ class ModelRunner:
         """Where the fields of a step of this shape lie in its buffers."""
         if shape not in self._layouts:
             self._layouts[shape] = StepLayout(shape, num_groups=len(self._settings.groups),
-                                              max_pages=self.config.max_pages_per_seq)
+                                              max_pages=self.config.max_pages_per_seq,
+                                              num_logit_rows=self._num_logit_rows)
         return self._layouts[shape]
 
-    def dispatch(self, packed: PackedBatch, shape: StepShape, num_steps: int = 1) -> StepOutput:
+    def dispatch(self, packed: PackedBatch, shape: StepShape, *, num_steps: int = 1, needs_sampling: bool = False,
+                 num_logit_rows: int = 0) -> StepOutput:
         """Starts a step and returns its results, still on the device; nobody waits.
 
         Args:
           packed: buffers in the layout of `shape`. They must not be written afterwards: on CPU the step reads them
             where they lie.
+          num_steps: decode steps in this call; more than one only without chunk tokens.
+          needs_sampling: some row does not simply take its most probable token, or wants log-probabilities.
+          num_logit_rows: leading entries of `packed.logit_rows` that are wanted.
         """
-        key = (shape, num_steps)
-        step = self._steps.get(key)
-        if step is None:
-            return self._compile(key, packed)
-        output, self.kv, self._rows = step(self._leaves, self.kv, self._rows, packed.ints, packed.floats)
-        return output
+        if num_steps > 1:
+            run = self._program(("decode steps", shape.num_rows, num_steps), lambda: make_decode_steps(
+                self._merge, self.layout(shape), self._settings, num_steps), (1, 2))
+            tokens, sampled, self.kv, self._rows = run(self._leaves, self.kv, self._rows, packed.ints, packed.row_ints,
+                                                       packed.row_floats)
+            return StepOutput(tokens, sampled, None)
+        run = self._program(("forward", shape.num_rows, shape.num_chunk_tokens), lambda: make_forward(
+            self._merge, self.layout(shape), self._settings), (1, 2))
+        done, self.kv, self._rows = run(self._leaves, self.kv, self._rows, packed.ints, packed.logit_rows)
+        tokens, sampled, prompt = done.tokens, None, None
+        if needs_sampling:
+            run = self._program(("sampling", shape.num_rows), lambda: make_sampling(self.layout(shape), self._settings), 0)
+            tokens, sampled, self._rows = run(self._rows, tokens, done.logits, done.slots, packed.row_ints,
+                                              packed.row_floats)
+        if num_logit_rows:
+            run = self._program(("prompt log-probabilities",), lambda: make_prompt_logprobs(self._merge, self._settings))
+            prompt = run(self._leaves, done.wanted, packed.logit_targets, np.int32(num_logit_rows))
+        return StepOutput(tokens, sampled, prompt)
 
     def set_history(self, slot: int, *, prompt_ids: np.ndarray, output_ids: np.ndarray,
                     logit_bias: dict[int, float]) -> None:
@@ -126,24 +147,25 @@ class ModelRunner:
             leaf.delete()
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every shape by running it on padding. A compilation after this is logged as a warning.
+        """Compiles every program by running it on padding. A compilation after this is logged as a warning.
 
         Args:
           progress: called with (shapes done, shapes in all).
         """
-        keys = [(shape, 1) for shape in self.shapes.all()]
-        if self.config.decode_steps > 1:
-            keys += [(StepShape(rows, 0), self.config.decode_steps) for rows in self.shapes.row_buckets]
-        for i, (shape, num_steps) in enumerate(keys):
+        shapes = self.shapes.all()
+        nothing = np.zeros(0, np.int32)
+        for i, shape in enumerate(shapes):
             if progress:
-                progress(i, len(keys))
-            batch, packed = self.layout(shape).allocate()
-            batch.row_slots.fill(self.spare_slot)
-            self.dispatch(packed, shape, num_steps)
-        self.set_history(self.spare_slot, prompt_ids=np.zeros(0, np.int32), output_ids=np.zeros(0, np.int32),
-                         logit_bias={})
+                progress(i, len(shapes))
+            packed = self.layout(shape).allocate()
+            self.layout(shape).step_batch(packed.ints).row_slots.fill(self.spare_slot)
+            has_chunks = shape.num_chunk_tokens > 0
+            self.dispatch(packed, shape, needs_sampling=not has_chunks, num_logit_rows=1)
+            if self.config.decode_steps > 1 and not has_chunks:
+                self.dispatch(packed, shape, num_steps=self.config.decode_steps)
+        self.set_history(self.spare_slot, prompt_ids=nothing, output_ids=nothing, logit_bias={})
         if progress:
-            progress(len(keys), len(keys))
+            progress(len(shapes), len(shapes))
         self._is_warm = True
 
     def close(self) -> None:
@@ -152,20 +174,16 @@ class ModelRunner:
         for leaf in self._leaves:
             leaf.delete()
         self._leaves = []
-        self._steps.clear()
+        self._programs.clear()
 
-    def _compile(self, key: tuple[StepShape, int], packed: PackedBatch) -> StepOutput:
-        shape, num_steps = key
-        if self._is_warm:
-            logger.warning("compiling after warm-up: a step of %d rows, %d chunk tokens, %d decode steps was not among "
-                           "the warmed shapes", shape.num_rows, shape.num_chunk_tokens, num_steps)
-        start = time.perf_counter()
-        step = jax.jit(make_step(self._merge, self.layout(shape), self._settings, num_steps), donate_argnums=(1, 2))
-        output, self.kv, self._rows = step(self._leaves, self.kv, self._rows, packed.ints, packed.floats)
-        self._steps[key] = step
-        self.num_compiled += 1
-        self.compile_s += time.perf_counter() - start
-        return output
+    def _program(self, key: tuple, make: Callable[[], Callable], donate: int | tuple[int, ...] = ()) -> Callable:
+        """The compiled program of this name and size, compiled by its first call."""
+        program = self._programs.get(key)
+        if program is None:
+            if self._is_warm:
+                logger.warning("compiling after warm-up: %s was not among the warmed programs", key)
+            program = self._programs[key] = jax.jit(make(), donate_argnums=donate)
+        return program
 
     def _delete_state(self) -> None:
         for array in jax.tree.leaves((self.kv, self._rows)):

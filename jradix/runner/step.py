@@ -1,4 +1,9 @@
-"""One step as a pure function: embed, layers with paged attention, logits, sample. Everything it needs is an argument."""
+"""One step as pure functions: embed, layers with paged attention, logits, sample. All they need is an argument.
+
+A step is one call, `forward`, when every row takes its most probable token. The full sampler and the log-probabilities
+inside prompts are calls of their own that follow it: they depend on the number of rows alone, or on nothing, and so do
+not multiply the compiled shapes of the forward pass.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jradix.batch import LOGIT_BLOCK, PackedBatch, StepBatch, StepLayout
+from jradix.batch import LOGIT_BLOCK, RowParams, StepBatch, StepLayout
 from jradix.config import KVGroup
 from jradix.models.decoder import Decoder
 from jradix.ops.attention import paged_attention
@@ -47,12 +52,27 @@ class StepOutput(NamedTuple):
 
     Attributes:
       tokens: int32[num_steps, S], -1 where nothing was sampled.
-      sampled: log-probabilities of `tokens`, leading axes [num_steps, S]; zeros unless a row wants them.
-      prompt: log-probabilities at the batch's `logit_rows`, leading axis [K]; zeros beyond their number.
+      sampled: log-probabilities of `tokens`, leading axes [num_steps, S]; None when no row samples or wants them.
+      prompt: log-probabilities at the batch's `logit_rows`, leading axis [W]; None when there are none.
     """
     tokens: Array
-    sampled: TokenLogprobs
-    prompt: TokenLogprobs
+    sampled: TokenLogprobs | None
+    prompt: TokenLogprobs | None
+
+
+class Forward(NamedTuple):
+    """What the forward pass leaves for the programs that may follow it.
+
+    Attributes:
+      tokens: int32[1, S], the most probable token of each row, -1 where nothing is sampled.
+      logits: float32[S, V] after each row's last token.
+      slots: int32[S], where each row's sampled token is remembered; the spare slot for rows that sample nothing.
+      wanted: float32[W, H], hidden states at the batch's `logit_rows`.
+    """
+    tokens: Array
+    logits: Array
+    slots: Array
+    wanted: Array
 
 
 @dataclass(frozen=True)
@@ -80,27 +100,102 @@ class StepSettings:
         return tuple(owner[layer] for layer in range(len(self.layer_windows)))
 
 
-def make_step(merge: Callable[[list[Array]], Decoder], layout: StepLayout, settings: StepSettings,
-              num_steps: int) -> Callable[..., tuple[StepOutput, KVCache, RowState]]:
-    """The function `step(leaves, kv, state, ints, floats) -> (output, kv, state)` of one shape, to be jitted."""
+def make_forward(merge: Callable[[list[Array]], Decoder], layout: StepLayout, settings: StepSettings
+                 ) -> Callable[..., tuple[Forward, KVCache, RowState]]:
+    """`forward(leaves, kv, state, ints, logit_rows)`: a whole step for rows that take the most probable token."""
 
-    def step(leaves: list[Array], kv: KVCache, state: RowState, ints: Array, floats: Array
-             ) -> tuple[StepOutput, KVCache, RowState]:
+    def forward(leaves: list[Array], kv: KVCache, state: RowState, ints: Array, logit_rows: Array
+                ) -> tuple[Forward, KVCache, RowState]:
         model = merge(leaves)
-        batch = layout.unpack(PackedBatch(ints, floats))
-        if num_steps > 1:
-            return _decode_steps(model, settings, batch, kv, state, num_steps)
-        tokens = _input_tokens(batch, state)
-        hidden, kv = _forward(model, settings, kv, tokens, batch.page_table, batch.kv_lens, batch.cu_q_lens,
-                              batch.counts[0], has_chunks=layout.shape.num_chunk_tokens > 0)
+        batch = layout.step_batch(ints)
+        hidden, kv = _run_layers(model, settings, kv, _input_tokens(batch, state), batch.page_table, batch.kv_lens,
+                                 batch.cu_q_lens, batch.num_decode[0], has_chunks=layout.shape.num_chunk_tokens > 0)
         last = jnp.clip(batch.cu_q_lens[1:] - 1, 0, layout.shape.num_tokens - 1)
-        sampled, logprobs, state = _sample(model, settings, batch, hidden[last], batch.output_positions,
-                                           batch.is_sampled == 1, state)
-        output = StepOutput(sampled[None], jax.tree.map(lambda x: x[None], logprobs),
-                            _prompt_logprobs(model, settings, batch, hidden))
-        return output, kv, state
+        logits = _logits(model, settings, hidden[last])
+        best = argmax(logits)
+        slots = jnp.where(batch.is_sampled == 1, batch.row_slots, state.last_token.shape[0] - 1)
+        tokens = jnp.where(batch.is_sampled == 1, best, -1)[None]
+        return Forward(tokens, logits, slots, hidden[logit_rows]), kv, _remember(state, slots, best)
 
-    return step
+    return forward
+
+
+def make_sampling(layout: StepLayout, settings: StepSettings) -> Callable[..., tuple[Array, TokenLogprobs, RowState]]:
+    """`sampling(state, tokens, logits, slots, row_ints, row_floats)`: draws by each row's parameters.
+
+    It follows a forward pass of as many rows and replaces the tokens which that one took and remembered.
+    """
+
+    def sampling(state: RowState, tokens: Array, logits: Array, slots: Array, row_ints: Array, row_floats: Array
+                 ) -> tuple[Array, TokenLogprobs, RowState]:
+        params = layout.row_params(row_ints, row_floats)
+        replaced = jnp.where(tokens[0] < 0, argmax(logits), tokens[0])
+        state = state._replace(output_counts=state.output_counts.at[slots, replaced].add(-1))
+        drawn, logprobs = _draw(settings, params, logits, slots, params.output_positions, state)
+        return (jnp.where(tokens < 0, tokens, drawn[None]), jax.tree.map(lambda x: x[None], logprobs),
+                _remember(state, slots, drawn))
+
+    return sampling
+
+
+def make_prompt_logprobs(merge: Callable[[list[Array]], Decoder], settings: StepSettings) -> Callable[..., TokenLogprobs]:
+    """`prompt_logprobs(leaves, wanted, targets, count)`: wanted float32[W, H], targets int32[W], the first `count` valid."""
+
+    def prompt_logprobs(leaves: list[Array], wanted: Array, targets: Array, count: Array) -> TokenLogprobs:
+        """A block of positions at a time: never [W, V]."""
+        model = merge(leaves)
+        num_top = _num_top(settings)
+
+        def body(i: Array, result: TokenLogprobs) -> TokenLogprobs:
+            start = i * LOGIT_BLOCK
+            hidden = lax.dynamic_slice_in_dim(wanted, start, LOGIT_BLOCK)
+            block = log_probabilities(_logits(model, settings, hidden),
+                                      lax.dynamic_slice_in_dim(targets, start, LOGIT_BLOCK), num_top)
+            return TokenLogprobs(*(lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+                                   for whole, part in zip(result, block)))
+
+        num_blocks = (count + LOGIT_BLOCK - 1) // LOGIT_BLOCK
+        return lax.fori_loop(0, num_blocks, body, _no_logprobs(wanted.shape[0], num_top))
+
+    return prompt_logprobs
+
+
+def make_decode_steps(merge: Callable[[list[Array]], Decoder], layout: StepLayout, settings: StepSettings,
+                      num_steps: int) -> Callable[..., tuple[Array, TokenLogprobs, KVCache, RowState]]:
+    """`decode_steps(leaves, kv, state, ints, row_ints, row_floats)`: `num_steps` decode steps in one call.
+
+    A row is done after its last token or a stop id; from then on it writes to the scratch page and yields -1.
+    """
+
+    def decode_steps(leaves: list[Array], kv: KVCache, state: RowState, ints: Array, row_ints: Array,
+                     row_floats: Array) -> tuple[Array, TokenLogprobs, KVCache, RowState]:
+        model = merge(leaves)
+        batch, params = layout.step_batch(ints), layout.row_params(row_ints, row_floats)
+        num_rows, spare = layout.shape.num_rows, state.last_token.shape[0] - 1
+
+        def body(i: Array, carry: tuple) -> tuple:
+            tokens, is_done, output, kv, state = carry
+            table = jnp.where(is_done[None, :, None], 0, batch.page_table)
+            hidden, kv = _run_layers(model, settings, kv, tokens, table, batch.kv_lens + i, batch.cu_q_lens,
+                                     batch.num_decode[0], has_chunks=False)
+            slots = jnp.where(is_done, spare, batch.row_slots)
+            drawn, logprobs = _draw(settings, params, _logits(model, settings, hidden), slots,
+                                    params.output_positions + i, state)
+            state = _remember(state, slots, drawn)
+            drawn = jnp.where(is_done, -1, drawn)
+            output = jax.tree.map(lambda steps, one: lax.dynamic_update_index_in_dim(steps, one, i, 0), output,
+                                  (drawn, logprobs))
+            stopped = (drawn[:, None] == params.stop_ids).any(axis=1)
+            is_done = is_done | stopped | (i + 1 >= params.tokens_left)
+            return jnp.where(is_done, tokens, drawn), is_done, output, kv, state
+
+        empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_steps, *x.shape)),
+                             (jnp.zeros(num_rows, jnp.int32), _no_logprobs(num_rows, _num_top(settings))))
+        start = _input_tokens(batch, state), batch.is_sampled == 0, empty, kv, state
+        _, _, (drawn, logprobs), kv, state = lax.fori_loop(0, num_steps, body, start)
+        return drawn, logprobs, kv, state
+
+    return decode_steps
 
 
 def reset_rows(state: RowState, slot: Array, output_counts: Array, in_prompt: Array, logit_bias: Array) -> RowState:
@@ -118,7 +213,7 @@ def _input_tokens(batch: StepBatch, state: RowState) -> Array:
     return jnp.concatenate([head, batch.tokens[num_rows:]])
 
 
-def _forward(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Array, page_table: Array, kv_lens: Array,
+def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Array, page_table: Array, kv_lens: Array,
              cu_q_lens: Array, num_decode: Array, *, has_chunks: bool) -> tuple[Array, KVCache]:
     """Runs the layers over flat tokens; all KV of the step is written before any of it is read.
 
@@ -149,76 +244,22 @@ def _forward(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Array,
     return hidden, KVCache(tuple(keys), tuple(values))
 
 
-def _sample(model: Decoder, settings: StepSettings, batch: StepBatch, hidden: Array, output_positions: Array,
-            is_sampled: Array, state: RowState) -> tuple[Array, TokenLogprobs, RowState]:
-    """Draws one token per row from hidden [S, H]; rows that are not sampled keep their state and give -1.
-
-    Greedy rows alone cost one argmax: the full sampler and the log-probabilities are branches taken at run time, so
-    that they need no compiled shapes of their own.
-    """
-    logits = _logits(model, settings, hidden)
-    slots = batch.row_slots
-
-    def draw(_: None) -> Array:
-        history = SamplingState(state.output_counts[slots], state.in_prompt[slots], state.logit_bias[slots])
-        inputs = SamplingInputs(
-            temperature=batch.temperature, top_p=batch.top_p, min_p=batch.min_p,
-            presence_penalty=batch.presence_penalty, frequency_penalty=batch.frequency_penalty,
-            repetition_penalty=batch.repetition_penalty, top_k=batch.top_k,
-            seed=lax.bitcast_convert_type(batch.seeds, jnp.uint32), position=output_positions, stop_ids=batch.stop_ids,
-            suppress_stop=output_positions < batch.min_tokens)
-        return sample(adjust_logits(logits, history, inputs), inputs)
-
-    tokens = lax.cond(batch.counts[2] > 0, draw, lambda _: argmax(logits), None)
-    logprobs = lax.cond(batch.counts[3] > 0, lambda: TokenLogprobs(*log_probabilities(logits, tokens, _num_top(settings))),
-                        lambda: _no_logprobs(tokens.shape[0], _num_top(settings)))
-    spare = state.last_token.shape[0] - 1
-    targets = jnp.where(is_sampled, slots, spare)
-    state = state._replace(last_token=state.last_token.at[targets].set(tokens),
-                           output_counts=state.output_counts.at[targets, tokens].add(1))
-    return jnp.where(is_sampled, tokens, -1), logprobs, state
+def _draw(settings: StepSettings, params: RowParams, logits: Array, slots: Array, output_positions: Array,
+          state: RowState) -> tuple[Array, TokenLogprobs]:
+    """One token per row by its own parameters, and the log-probabilities of the raw logits: [S]."""
+    history = SamplingState(state.output_counts[slots], state.in_prompt[slots], state.logit_bias[slots])
+    inputs = SamplingInputs(
+        temperature=params.temperature, top_p=params.top_p, min_p=params.min_p, top_k=params.top_k,
+        presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty, seed=lax.bitcast_convert_type(params.seeds, jnp.uint32),
+        position=output_positions, stop_ids=params.stop_ids, suppress_stop=output_positions < params.min_tokens)
+    tokens = sample(adjust_logits(logits, history, inputs), inputs)
+    return tokens, TokenLogprobs(*log_probabilities(logits, tokens, _num_top(settings)))
 
 
-def _decode_steps(model: Decoder, settings: StepSettings, batch: StepBatch, kv: KVCache, state: RowState,
-                  num_steps: int) -> tuple[StepOutput, KVCache, RowState]:
-    """`num_steps` decode steps in one call. A row is done after its last token or a stop id and then writes nowhere."""
-    num_rows = batch.kv_lens.shape[0]
-    num_top = _num_top(settings)
-    first = _input_tokens(batch, state)[:num_rows]
-
-    def body(i: Array, carry: tuple) -> tuple:
-        tokens, is_done, output, kv, state = carry
-        table = jnp.where(is_done[None, :, None], 0, batch.page_table)    # a done row writes to the scratch page
-        hidden, kv = _forward(model, settings, kv, tokens, table, batch.kv_lens + i, batch.cu_q_lens, batch.counts[0],
-                              has_chunks=False)
-        sampled, logprobs, state = _sample(model, settings, batch, hidden, batch.output_positions + i,
-                                           (batch.is_sampled == 1) & ~is_done, state)
-        output = jax.tree.map(lambda all_steps, one: lax.dynamic_update_index_in_dim(all_steps, one, i, 0), output,
-                              (sampled, logprobs))
-        stopped = (sampled[:, None] == batch.stop_ids).any(axis=1)
-        is_done = is_done | stopped | (i + 1 >= batch.tokens_left)
-        return jnp.where(is_done, tokens, sampled), is_done, output, kv, state
-
-    empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_steps, *x.shape)),
-                         (jnp.zeros(num_rows, jnp.int32), _no_logprobs(num_rows, num_top)))
-    _, _, (sampled, logprobs), kv, state = lax.fori_loop(0, num_steps, body,
-                                                         (first, batch.is_sampled == 0, empty, kv, state))
-    return StepOutput(sampled, logprobs, _no_logprobs(batch.logit_rows.shape[0], num_top)), kv, state
-
-
-def _prompt_logprobs(model: Decoder, settings: StepSettings, batch: StepBatch, hidden: Array) -> TokenLogprobs:
-    """Log-probabilities at the wanted prompt positions, a block of positions at a time: never [T, V]."""
-    num_top = _num_top(settings)
-
-    def body(i: Array, result: TokenLogprobs) -> TokenLogprobs:
-        rows = lax.dynamic_slice(batch.logit_rows, (i * LOGIT_BLOCK,), (LOGIT_BLOCK,))
-        targets = lax.dynamic_slice(batch.logit_targets, (i * LOGIT_BLOCK,), (LOGIT_BLOCK,))
-        block = log_probabilities(_logits(model, settings, hidden[rows]), targets, num_top)
-        return TokenLogprobs(*(lax.dynamic_update_slice_in_dim(whole, part, i * LOGIT_BLOCK, 0)
-                               for whole, part in zip(result, block)))
-
-    num_blocks = (batch.counts[1] + LOGIT_BLOCK - 1) // LOGIT_BLOCK
-    return lax.fori_loop(0, num_blocks, body, _no_logprobs(batch.logit_rows.shape[0], num_top))
+def _remember(state: RowState, slots: Array, tokens: Array) -> RowState:
+    return state._replace(last_token=state.last_token.at[slots].set(tokens),
+                          output_counts=state.output_counts.at[slots, tokens].add(1))
 
 
 def _logits(model: Decoder, settings: StepSettings, hidden: Array) -> Array:

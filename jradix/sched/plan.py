@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from jradix.batch import NUM_STOP_IDS, PackedBatch, StepBatch, StepLayout
+from jradix.batch import NUM_STOP_IDS, PackedBatch, RowParams, StepLayout
 from jradix.cache.pages import SCRATCH_PAGE
 from jradix.sched.request import Request
 
@@ -66,25 +67,37 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows)
 
 
-def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> tuple[StepBatch, PackedBatch]:
+class StepNeeds(NamedTuple):
+    """What a step needs beside the forward pass and the most probable token of each row.
+
+    Attributes:
+      sampling: a row draws, is adjusted, or wants log-probabilities.
+      num_logit_rows: positions inside prompts whose log-probabilities are wanted.
+    """
+    sampling: bool
+    num_logit_rows: int
+
+
+def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> tuple[PackedBatch, StepNeeds]:
     """Fills the arrays of one step.
 
     Args:
       layout: of a shape that `plan` fits into.
       spare_slot: the slot that padding rows write to.
     """
-    batch, packed = layout.allocate()
+    packed = layout.allocate()
+    batch = layout.step_batch(packed.ints)
+    chosen = layout.row_params(packed.row_ints, packed.row_floats)
     batch.page_table.fill(SCRATCH_PAGE)
     batch.row_slots.fill(spare_slot)
     batch.token_src.fill(-1)
-    batch.top_p.fill(1.0)
-    batch.repetition_penalty.fill(1.0)
-    batch.stop_ids.fill(NO_TOKEN)
-    needs_sampler = wants_logprobs = needs_stops = False
+    chosen.top_p.fill(1.0)
+    chosen.repetition_penalty.fill(1.0)
+    chosen.stop_ids.fill(NO_TOKEN)
+    needs_sampling = plan.num_steps > 1
     num_logit_rows = position = 0
     for i, row in enumerate(plan.rows):
-        request, n = row.request, row.num_tokens
-        params, lease = request.params, request.lease
+        request, n, lease = row.request, row.num_tokens, row.request.lease
         if row.is_input_on_device:
             batch.token_src[i] = row.slot
         else:
@@ -93,40 +106,44 @@ def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> 
         batch.kv_lens[i] = row.start + n
         batch.page_table[:, i, :lease.num_pages] = lease.page_table[:, :lease.num_pages]
         batch.row_slots[i] = row.slot
-        first, last = row.logit_span
-        if first < last:
-            rows = slice(num_logit_rows, num_logit_rows + last - first)
-            batch.logit_rows[rows] = np.arange(position + first - row.start, position + last - row.start)
-            batch.logit_targets[rows] = request.tokens[first + 1:last + 1]
+        if row.first_logit is not None:
+            first, last = row.logit_span
+            places = slice(num_logit_rows, num_logit_rows + last - first)
+            packed.logit_rows[places] = np.arange(position + first - row.start, position + last - row.start)
+            packed.logit_targets[places] = request.tokens[first + 1:last + 1]
             num_logit_rows += last - first
+        if row.num_samples:
+            batch.is_sampled[i] = 1
+            if plan.num_steps > 1 or not _takes_best(request, row.output_position):
+                _choose(chosen, i, row)
+                needs_sampling = True
         position += n
-        if row.num_samples == 0:
-            continue
-        batch.is_sampled[i] = 1
-        batch.output_positions[i] = row.output_position
-        batch.tokens_left[i] = row.num_samples
-        batch.temperature[i] = params.temperature
-        batch.seeds[i] = request.seed
-        if not params.is_greedy:
-            batch.top_p[i] = params.top_p
-            batch.min_p[i] = params.min_p
-            batch.top_k[i] = params.top_k
-            needs_sampler = True
-        elif params.top_k == 1:
-            batch.temperature[i] = 0.0
-        if request.has_device_state:
-            batch.presence_penalty[i] = params.presence_penalty
-            batch.frequency_penalty[i] = params.frequency_penalty
-            batch.repetition_penalty[i] = params.repetition_penalty
-            needs_sampler = True
-        if row.output_position < params.min_tokens:
-            batch.min_tokens[i] = params.min_tokens
-            needs_sampler = True
-        if request.stop_ids and (plan.num_steps > 1 or row.output_position < params.min_tokens):
-            ids = sorted(request.stop_ids)[:NUM_STOP_IDS]
-            batch.stop_ids[i, :len(ids)] = ids
-            needs_stops = True
-        wants_logprobs |= params.logprobs is not None
     batch.cu_q_lens[len(plan.rows):] = position
-    batch.counts[:] = (plan.num_decode, num_logit_rows, needs_sampler, wants_logprobs, needs_stops)
-    return batch, packed
+    batch.num_decode[0] = plan.num_decode
+    return packed, StepNeeds(needs_sampling, num_logit_rows)
+
+
+def _takes_best(request: Request, output_position: int) -> bool:
+    """True when the most probable token is all that is asked for."""
+    params = request.params
+    return (params.is_greedy and params.logprobs is None and output_position >= params.min_tokens
+            and not request.has_device_state)
+
+
+def _choose(chosen: RowParams, i: int, row: Row) -> None:
+    """Fills row i of the sampling parameters."""
+    request, params = row.request, row.request.params
+    chosen.output_positions[i] = row.output_position
+    chosen.tokens_left[i] = row.num_samples
+    chosen.min_tokens[i] = params.min_tokens
+    chosen.seeds[i] = request.seed
+    if not params.is_greedy:
+        chosen.temperature[i] = params.temperature
+        chosen.top_p[i] = params.top_p
+        chosen.min_p[i] = params.min_p
+        chosen.top_k[i] = params.top_k
+    chosen.presence_penalty[i] = params.presence_penalty
+    chosen.frequency_penalty[i] = params.frequency_penalty
+    chosen.repetition_penalty[i] = params.repetition_penalty
+    ids = sorted(request.stop_ids)[:NUM_STOP_IDS]
+    chosen.stop_ids[i, :len(ids)] = ids

@@ -28,7 +28,7 @@ def resolve_dtype(dtype: str, device: jax.Device, *, hidden: int, intermediate: 
     """Chooses the weights' type.
 
     "auto" is bfloat16 on TPUs and on GPUs that have it, float16 with a warning on older GPUs, and on CPUs the faster
-    of float32 and bfloat16 as measured here (which one wins depends on the CPU and its load; takes about half a second).
+    of float32 and bfloat16 as measured here in about half a second (which one wins depends on the CPU and its load).
 
     Args:
       dtype: one of `DTYPES`.

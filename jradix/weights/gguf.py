@@ -105,8 +105,8 @@ def read_hf_config(path: Path) -> Any:
     settings: dict[str, Any] = dict(
         architectures=[MODEL_TYPES[architecture]], vocab_size=shapes["token_embd.weight"][0], hidden_size=hidden,
         intermediate_size=read.integer("feed_forward_length"), num_hidden_layers=read.integer("block_count"),
-        num_attention_heads=heads, num_key_value_heads=read.integer("attention.head_count_kv", heads), head_dim=head_dim,
-        rms_norm_eps=read.number("attention.layer_norm_rms_epsilon"),
+        num_attention_heads=heads, num_key_value_heads=read.integer("attention.head_count_kv", heads),
+        head_dim=head_dim, rms_norm_eps=read.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=read.integer("context_length"), tie_word_embeddings="output.weight" not in shapes,
         rope_parameters=_rope_parameters(header, read, head_dim, path), bos_token_id=header.metadata.get(
             "tokenizer.ggml.bos_token_id"), eos_token_id=end_token_ids(header) or None)
@@ -139,7 +139,7 @@ class _Metadata:
         value = self.get(key)
         if isinstance(value, list):
             if len(set(value)) != 1:
-                raise UnsupportedModel(f"{self._path.name}: {self._prefix}.{key} differs by layer; supported: one value")
+                raise UnsupportedModel(f"{self._path.name}: {self._prefix}.{key} differs by layer; expected one value")
             value = value[0]
         if value is None and default is not None:
             return default
@@ -163,8 +163,8 @@ def _architecture(header: GGUFHeader, path: Path) -> str:
         raise UnsupportedModel(f"{path.name}: GGUF architecture {architecture!r} is not supported; supported: "
                                f"{', '.join(MODEL_TYPES)}")
     if header.metadata.get("split.count", 1) > 1:
-        raise UnsupportedModel(f"{path.name} is one of {header.metadata['split.count']} parts of a split GGUF file; join "
-                               f"them first with llama.cpp's `gguf-split --merge`")
+        raise UnsupportedModel(f"{path.name} is one of {header.metadata['split.count']} parts of a split GGUF file; "
+                               f"join them first with llama.cpp's `gguf-split --merge`")
     return architecture
 
 
@@ -185,10 +185,12 @@ def _rope_parameters(header: GGUFHeader, read: _Metadata, head_dim: int, path: P
             if kind == "yarn" and read.get(f"rope.scaling.{key}") is not None:
                 parameters[name] = read.number(f"rope.scaling.{key}")
     elif kind not in (None, "none"):
-        raise UnsupportedModel(f"{path.name}: rope.scaling.type={kind!r} is not supported; supported: linear, yarn, none")
+        raise UnsupportedModel(f"{path.name}: rope.scaling.type={kind!r} is not supported; supported: linear, yarn, "
+                               f"none")
     if frequencies is not None:
         if kind in ("linear", "yarn"):
-            raise UnsupportedModel(f"{path.name}: {ROPE_FREQUENCIES} together with rope.scaling.type={kind!r} is not supported")
+            raise UnsupportedModel(f"{path.name}: {ROPE_FREQUENCIES} together with rope.scaling.type={kind!r} is not "
+                                   f"supported; expected one of them")
         divisors = np.asarray(_values(frequencies, np.memmap(path, np.uint8, "r"), path), np.float64)
         parameters |= _llama3_parameters(divisors, parameters["rope_theta"], head_dim, path)
     return parameters
@@ -198,10 +200,11 @@ def _llama3_parameters(divisors: np.ndarray, theta: float, head_dim: int, path: 
     """The llama3 rope settings whose divisors these are: the factor is the largest one, the band is Meta's."""
     if np.allclose(divisors, 1):
         return {}
-    rope = RopeConfig(type="llama3", theta=theta, dim=head_dim, factor=float(str(np.float32(divisors.max()))), **LLAMA3_BAND)
+    factor = float(str(np.float32(divisors.max())))
+    rope = RopeConfig(type="llama3", theta=theta, dim=head_dim, factor=factor, **LLAMA3_BAND)
     if divisors.shape != (head_dim // 2,) or not np.allclose(llama3_divisors(rope), divisors, rtol=1e-4):
-        raise UnsupportedModel(f"{path.name}: {ROPE_FREQUENCIES} is not the scaling of Llama 3 (bands 1 and 4 over 8,192 "
-                               f"tokens); load the model from its safetensors")
+        raise UnsupportedModel(f"{path.name}: {ROPE_FREQUENCIES} is not the scaling of Llama 3 (bands 1 and 4 over "
+                               f"8,192 tokens); load the model from its safetensors")
     return {"rope_type": "llama3", "factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
             "high_freq_factor": rope.high_freq_factor, "original_max_position_embeddings": rope.original_max_len}
 
@@ -224,8 +227,8 @@ def _type_and_bytes(tensor: GGUFTensor, path: Path) -> tuple[str, int]:
                                f"{', '.join((*PLAIN_TYPES, *QUANT_TYPES))}")
     block, num_bytes = GGML_QUANT_SIZES[kind]
     if not tensor.shape or tensor.shape[-1] % block:
-        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} of shape {tensor.shape} does not divide into blocks "
-                              f"of {block} ({name}): the file is damaged")
+        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} of shape {tensor.shape} does not divide into "
+                              f"blocks of {block} ({name}): the file is damaged")
     return name, math.prod(tensor.shape) // block * num_bytes
 
 

@@ -72,8 +72,8 @@ def weight_files(folder: Path) -> list[Path]:
     names = sorted(set(_weight_map(index).values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{INDEX_FILE} names {len(missing)} of {len(names)} files that are not in {folder}, first "
-                              f"{missing[0]!r}: incomplete download? Fetch the model again")
+        raise CheckpointError(f"{INDEX_FILE} names {len(missing)} of {len(names)} files that are not in {folder}, "
+                              f"first {missing[0]!r}: incomplete download? Fetch the model again")
     return [folder / name for name in names]
 
 
@@ -97,7 +97,8 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"the header of {file.name} is damaged ({error}): incomplete download? Fetch it again") from error
+        raise CheckpointError(f"the header of {file.name} is damaged ({error}): incomplete download? "
+                              f"Fetch it again") from error
     if 8 + length + end != size:
         raise CheckpointError(f"{file.name} has {size} bytes, its header describes {8 + length + end}: incomplete "
                               f"download? Fetch it again")
@@ -111,14 +112,14 @@ def _locate(folder: Path) -> dict[str, _Location]:
         entries, start = read_safetensors_header(file)
         for name, entry in entries.items():
             if name in found:
-                raise CheckpointError(f"tensor {name!r} is in both {found[name].file.name} and {file.name}; expected once. "
-                                      f"Remove the files that are not part of this model")
+                raise CheckpointError(f"tensor {name!r} is in both {found[name].file.name} and {file.name}; expected "
+                                      f"once. Remove the files that are not part of this model")
             first, last = entry["data_offsets"]
             location = _Location(file, entry["dtype"], tuple(entry["shape"]), start + first, start + last)
             dtype = DTYPES.get(location.dtype)
             if dtype is not None and math.prod(location.shape) * dtype.itemsize != last - first:
-                raise CheckpointError(f"{file.name}: tensor {name!r} of shape {location.shape} and type {location.dtype} "
-                                      f"has {last - first} bytes: the file is damaged, fetch it again")
+                raise CheckpointError(f"{file.name}: tensor {name!r} of shape {location.shape} and type "
+                                      f"{location.dtype} has {last - first} bytes: the file is damaged, fetch it again")
             found[name] = location
     if index.is_file():
         absent = sorted(set(_weight_map(index)) - set(found))
@@ -133,4 +134,5 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{INDEX_FILE} is damaged ({error!r}): expected JSON with a \"weight_map\". Fetch it again") from error
+        raise CheckpointError(f"{INDEX_FILE} is damaged ({error!r}): expected JSON with a \"weight_map\". "
+                              f"Fetch it again") from error

@@ -209,11 +209,11 @@ def _check_names(source: TensorSource, parameters: list[Parameter], config: Mode
     unexpected = sorted(name for name in set(found) - set(expected)
                         if not name.endswith(IGNORED_SUFFIXES) and not (config.tie_embeddings and name == HEAD))
     if missing or unexpected:
-        hint = ""
+        hint = "Is config.json the one of these weights?"
         if missing == [HEAD]:
-            hint = ". The config says tie_word_embeddings=false; if the model shares its embedding, set it to true"
-        raise CheckpointError(f"{model}: the tensors do not match {config.architecture}: {_listed('missing', missing)}; "
-                              f"{_listed('unexpected', unexpected)}{hint or '. Is config.json the one of these weights?'}")
+            hint = "The config says tie_word_embeddings=false; if the model shares its embedding, set it to true"
+        raise CheckpointError(f"{model}: the tensors do not match {config.architecture}: "
+                              f"{_listed('missing', missing)}; {_listed('unexpected', unexpected)}. {hint}")
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
             raise CheckpointError(f"{model}: tensor {name!r} has shape {tuple(found[name])}, the config needs {shape}. "
@@ -225,8 +225,8 @@ def _check_names(source: TensorSource, parameters: list[Parameter], config: Mode
 def _warn_if_head_differs(source: TensorSource, found: Mapping[str, tuple[int, ...]], model: str) -> None:
     """The rule for tie_word_embeddings=true with a head in the file: the embedding is used, whatever the head holds."""
     if found[HEAD] != found[EMBEDDING] or not np.array_equal(source.read(HEAD), source.read(EMBEDDING)):
-        logger.warning("%s: tie_word_embeddings is true, yet %s differs from %s; the tied embedding is used. To use the "
-                       "file's own head, set tie_word_embeddings to false in config.json", model, HEAD, EMBEDDING)
+        logger.warning("%s: tie_word_embeddings is true, yet %s differs from %s; the tied embedding is used. To use "
+                       "the file's own head, set tie_word_embeddings to false in config.json", model, HEAD, EMBEDDING)
 
 
 def _assemble(parameter: Parameter, target: jax.ShapeDtypeStruct, source: TensorSource) -> np.ndarray:
@@ -237,10 +237,11 @@ def _assemble(parameter: Parameter, target: jax.ShapeDtypeStruct, source: Tensor
         tensor = source.read(name)
         tensor = tensor.T if parameter.transpose else tensor
         width = tensor.shape[-1] if parameter.transpose or tensor.ndim == 1 else target.shape[-1]
+        place = out[..., start:start + width]
         with np.errstate(over="ignore"):
-            out[..., start:start + width] = tensor
+            place[...] = tensor
         start += width
-        if target.dtype == np.float16 and not np.isfinite(out).all():
+        if target.dtype == np.float16 and not np.isfinite(place).all():
             raise CheckpointError(f"tensor {name!r} has values beyond float16 (65,504); load it as bfloat16 or float32")
     assert start == target.shape[-1], (parameter, start)
     return out

@@ -1,8 +1,8 @@
 """Converted checkpoints: the Decoder's own arrays in an Orbax folder, restored straight onto their devices.
 
 The folder holds `weights/` (Orbax), `config.json` and `generation_config.json` (Hugging Face's), and the marker
-`jradix.json` that `model_files` recognises. The marker is written last (a folder without it is an unfinished conversion)
-and lists the weights' files with their sizes, because Orbax itself reports a missing file as a bare `Exception`.
+`jradix.json` that `model_files` recognises. The marker is written last (a folder without it is an unfinished
+conversion) and lists the weights' files with their sizes, because Orbax reports a missing file as a bare `Exception`.
 Tokenizer files are the caller's to copy.
 """
 from __future__ import annotations
@@ -107,14 +107,16 @@ def _check_marker(folder: Path) -> None:
         marker = json.loads((folder / ORBAX_MARKER).read_text(encoding="utf-8"))
         version, expected = marker["format"], dict(marker["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / ORBAX_MARKER} is missing or damaged ({error!r}); convert the model again") from error
+        raise CheckpointError(f"{folder / ORBAX_MARKER} is missing or damaged ({error!r}); "
+                              f"convert the model again") from error
     if version != FORMAT:
         raise CheckpointError(f"{folder} has format {version!r}, this version reads {FORMAT}; convert the model again")
     found = _file_sizes(folder)
     for name, size in expected.items():
         if found.get(name) != size:
             state = f"has {found[name]} bytes, expected {size}" if name in found else "is missing"
-            raise CheckpointError(f"{folder}: {name} {state}: incomplete copy? Copy the folder or convert the model again")
+            raise CheckpointError(f"{folder}: {name} {state}: incomplete copy? Copy the folder again, or convert the "
+                                  f"model again")
 
 
 def _check_parameters(metadata: Any, targets: dict[str, jax.ShapeDtypeStruct], advice: str) -> None:
@@ -128,4 +130,5 @@ def _check_parameters(metadata: Any, targets: dict[str, jax.ShapeDtypeStruct], a
                               f"({len(unexpected)}). {advice}")
     for path, target in targets.items():
         if shapes[path] != target.shape:
-            raise CheckpointError(f"parameter {path!r} has shape {shapes[path]}, config.json needs {target.shape}. {advice}")
+            raise CheckpointError(f"parameter {path!r} has shape {shapes[path]}, config.json needs {target.shape}. "
+                                  f"{advice}")
