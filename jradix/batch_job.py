@@ -1,6 +1,6 @@
 """The batch job: drives an LLM over a request file, lazily, and writes each answer as it finishes.
 
-The form of both files and what survives a kill are described in `jradix.batch_file`. Answers have OpenAI's shape; each
+The form of both files and what survives a kill are described in `jradix.batch_line` and `jradix.result_file`. Answers have OpenAI's shape; each
 choice also carries `token_ids` and `stop_reason`. Unknown text of a token is written as `token_id:<id>`.
 """
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jradix.batch_file import LineError, LineIdentity, RequestFile, ResultFile, check_output_path
+from jradix.batch_line import LineError
+from jradix.request_file import RequestFile
+from jradix.result_file import LineIdentity, ResultFile, check_output_path
 from jradix.errors import BatchFileError, EngineError, RequestError, TokenizerError
 from jradix.outputs import CompletionOutput, Logprob, RequestOutput
 from jradix.sampling_params import SamplingParams

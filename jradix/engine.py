@@ -59,18 +59,22 @@ class Engine:
 
     Args:
       runner: the compiled model and its device state.
-      config: sizes; the runner was made with the same.
+      config: sizes; those of the runner or smaller, the page size the same.
       tokenizer: for text and stop strings; None: token ids only.
       eos_ids: end tokens of the model.
       generation_config: the model's sampling defaults.
       seed: of the random streams of requests without one; None: not reproducible.
       model_name: names the KV in the cache.
+
+    Raises:
+      ValueError: the runner is too small for `config`.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, tokenizer: Tokenizer | None = None,
                  eos_ids: Sequence[int] = (), generation_config: Mapping[str, Any] | None = None,
                  seed: int | None = None, model_name: str = "",
                  clock: Callable[[], float] = time.perf_counter):
+        _check_sizes(config, runner.config)
         self.config = config
         self.tokenizer = tokenizer
         self.host_time = HostTime()
@@ -83,6 +87,7 @@ class Engine:
         self._request_ids = count()
         self._groups: dict[str, _Group] = {}
         self._owner: dict[int, tuple[_Group, int]] = {}     # scheduler's request id -> group, sample
+        self._ready: dict[str, RequestOutput] = {}          # what `step` returns next
         self._dirty_slots: set[int] = set()                 # slots whose device history is not neutral
         self._in_flight: tuple[StepPlan, StepOutput] | None = None
         self._is_committing = False                         # pages are booked as computed, their step not dispatched
@@ -186,31 +191,36 @@ class Engine:
           Outputs of requests that ended, and of streamed requests that grew.
 
         Raises:
-          EngineError: the device step failed; all running requests are gone and the cache is empty, but the engine
-            can be used again.
+          EngineError: the device step failed; all running requests are gone (`dropped_outputs` has what they had) and
+            the cache is empty, but the engine can be used again. Where not even its state could be made again, it is
+            closed, and the message says so.
         """
         self._check_open()
         try:
             launched = self._launch()
             if self.config.overlap:
                 launched, self._in_flight = self._in_flight, launched
-            grown = self._take_in(*launched) if launched else []
-            outputs = self._collect(grown)
+            self._collect(self._take_in(*launched) if launched else [])
         except RuntimeError as error:
             self._rebuild()
             raise EngineError(f"the step failed and all running requests were dropped: {error}") from error
         except BaseException:
             self._interrupt()
             raise
-        if not outputs and launched is None and self._in_flight is None and self._groups:
+        if not self._ready and launched is None and self._in_flight is None and self._groups:
             raise EngineError(f"{len(self._groups)} requests wait and none can run: {self.stats()['pool']}")
-        return outputs
+        return self._take_ready()
+
+    def take_aborted(self) -> list[RequestOutput]:
+        """Outputs of requests that an abort ended, without waiting for the next step."""
+        self._collect([])
+        return self._take_ready()
 
     def drop_all(self) -> list[RequestOutput]:
         """Aborts every request and returns the partial outputs."""
-        for group in list(self._groups.values()):
-            self.abort(group.output.request_id)
-        return self._collect([])
+        for name in list(self._groups):
+            self.abort(name)
+        return self.take_aborted()
 
     # -- the engine as a whole
 
@@ -247,8 +257,9 @@ class Engine:
           EngineError: requests are running.
         """
         self._check_open()
-        if self._groups:
-            raise EngineError(f"{len(self._groups)} requests are running with the old weights; wait for them or abort "
+        num_open = self.scheduler.num_running + self.scheduler.num_waiting
+        if num_open:
+            raise EngineError(f"{num_open} requests are running with the old weights; wait for them or abort "
                               "them before update_weights")
         self._runner.replace_weights(model)
         self._namespace = self._namespace._replace(weights_version=self._namespace.weights_version + 1)
@@ -322,22 +333,24 @@ class Engine:
         self.host_time.output_s += time.thread_time() - started
         return grown
 
-    def _collect(self, grown: list[_Group]) -> list[RequestOutput]:
-        """Outputs to return: ended requests completed, streamed ones as they are."""
+    def _collect(self, grown: list[_Group]) -> None:
+        """Makes outputs ready: ended requests completed, streamed ones as they are."""
         started = time.thread_time()
-        outputs: dict[str, RequestOutput] = {}
         for request in self.scheduler.take_ended():
             group, index = self._owner.pop(request.request_id)
             self._complete(group, index, request)
             if not any(sample.request_id in self._owner for sample in group.samples):
                 group.output.finished = True
                 self._fill_metrics(group)
+                self._ready[group.output.request_id] = group.output
                 del self._groups[group.output.request_id]
-                outputs[group.output.request_id] = group.output
         for group in grown:
-            outputs.setdefault(group.output.request_id, group.output)
+            self._ready.setdefault(group.output.request_id, group.output)
         self.host_time.output_s += time.thread_time() - started
-        return list(outputs.values())
+
+    def _take_ready(self) -> list[RequestOutput]:
+        ready, self._ready = self._ready, {}
+        return list(ready.values())
 
     def _complete(self, group: _Group, index: int, request: Request) -> None:
         completion = group.output.outputs[index]
@@ -413,7 +426,10 @@ class Engine:
             raise EngineError("the engine is closed; make a new one")
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
-        tokens = np.asarray(prompt_token_ids)
+        try:
+            tokens = np.asarray(prompt_token_ids)
+        except ValueError as error:
+            raise RequestError(f"prompt token ids: {error}; expected a flat list of integers") from None
         if tokens.size == 0:
             raise RequestError("empty prompt: expected at least one token")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -449,7 +465,10 @@ class Engine:
             self._rebuild()
         else:
             self._in_flight = None
-            self.dropped_outputs = self.drop_all()
+            for request in list(self.scheduler.requests()):
+                self.scheduler.abort(request)
+            self.scheduler.take_ended()
+            self._drop_groups()
 
     def _is_inconsistent(self) -> bool:
         try:
@@ -463,22 +482,48 @@ class Engine:
         self._num_failures += 1
         self._in_flight = None
         self._is_committing = False
-        for group in self._groups.values():
+        self._drop_groups()
+        self._dirty_slots.clear()
+        try:
+            self._runner.reset_state()
+        except RuntimeError as error:
+            self.close()
+            raise EngineError(f"the step failed, and so did making its state again: {error}; the engine is closed, make "
+                              "a new one") from error
+        counters, cache_counters = self.scheduler.counters, self.cache.counters
+        self._reset_scheduler()
+        self.scheduler.counters, self.cache.counters = counters, cache_counters
+
+    def _drop_groups(self) -> None:
+        """Ends every request as it is; what they have, and what was ready to return, becomes `dropped_outputs`."""
+        for name, group in self._groups.items():
             for index, request in enumerate(group.samples):
                 request.finish_reason = request.finish_reason or "abort"
+                if request.finished_s is None:
+                    request.finished_s = self._clock()
                 self._complete(group, index, request)
-        self.dropped_outputs = [group.output for group in self._groups.values()]
+            group.output.finished = True
+            self._fill_metrics(group)
+            self._ready[name] = group.output
+        self.dropped_outputs = self._take_ready()
         self._groups.clear()
         self._owner.clear()
-        self._dirty_slots.clear()
-        self._runner.reset_state()
-        self._reset_scheduler()
 
     def _reset_scheduler(self) -> None:
         self.cache = PrefixCache.create(
             page_size=self.config.page_size, num_pages=self.config.num_pages, max_pages=self.config.max_pages_per_seq,
             num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.cache, clock=self._clock)
+
+
+def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
+    """A page id, slot or page table beyond the device's arrays would be clamped there, not refused: so refuse it here."""
+    if config.page_size != runner.page_size:
+        raise ValueError(f"page_size={config.page_size}, but the runner was made with {runner.page_size}")
+    for name in ("num_pages", "max_num_seqs", "max_pages_per_seq", "prefill_chunk_tokens"):
+        if getattr(config, name) > getattr(runner, name):
+            raise ValueError(f"{name}={getattr(config, name)}, but the runner was made with {getattr(runner, name)}; "
+                             "expected at most that")
 
 
 def _fetch(arrays: Any) -> Any:

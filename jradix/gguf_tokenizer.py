@@ -1,12 +1,9 @@
 """Builds a fast tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2") and SentencePiece ("llama").
 
-Reads the metadata itself: the reader of the `gguf` package makes an array of every string, seconds for 100,000 of them.
-Tensors are not looked at; those are the weight loader's.
+It sees metadata only; tensors are the weight loader's.
 """
 from __future__ import annotations
 
-import mmap
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,77 +18,8 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
-MAX_ARRAY_DEPTH = 4
 WAY_OUT = "Take the tokenizer from the original model's folder"
 
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-
-
-def read_gguf_metadata(path: str | Path) -> dict[str, Any]:
-    """Key-value pairs of a GGUF file, arrays as lists.
-
-    Raises:
-      CheckpointError: the file is missing, no GGUF file, of a version other than 2 and 3, or ends inside its metadata.
-    """
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _MetadataReader(data, str(path)).read()
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is empty or damaged ({error}); expected a GGUF file. Download it "
-                              "again") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; expected a readable GGUF file") from error
-
-
-class _MetadataReader:
-    """A position in the file's bytes; every read checks the end."""
-
-    def __init__(self, data: mmap.mmap, source: str) -> None:
-        self.data, self.source, self.position = data, source, 0
-
-    def read(self) -> dict[str, Any]:
-        magic = self.data[:4]
-        if magic != b"GGUF":
-            raise CheckpointError(f"{self.source} begins with {magic!r}; expected a GGUF file (b'GGUF')")
-        self.position = 4
-        version = self.scalar(4)
-        if version not in (2, 3):
-            hint = " (written for a big-endian machine)" if version & 0xFFFF == 0 else ""
-            raise CheckpointError(f"{self.source} is GGUF version {version}{hint}; expected 2 or 3, little-endian")
-        self.scalar(10)  # number of tensors
-        return {self.string(): self.value(self.scalar(4)) for _ in range(self.scalar(10))}
-
-    def take(self, num_bytes: int) -> bytes:
-        end = self.position + num_bytes
-        if end > len(self.data):
-            raise CheckpointError(f"{self.source} is truncated: its metadata goes on after the file's {len(self.data)} "
-                                  "bytes. Download it again")
-        start, self.position = self.position, end
-        return self.data[start:end]
-
-    def string(self) -> str:
-        return self.take(struct.unpack("<Q", self.take(8))[0]).decode("utf-8")
-
-    def scalar(self, kind: int) -> Any:
-        dtype = np.dtype(_SCALARS[kind])
-        return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
-
-    def value(self, kind: int, depth: int = 0) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY and depth < MAX_ARRAY_DEPTH:
-            item, length = self.scalar(4), self.scalar(10)
-            if item in _SCALARS:
-                dtype = np.dtype(_SCALARS[item])
-                return np.frombuffer(self.take(dtype.itemsize * length), dtype).tolist()
-            return [self.value(item, depth + 1) for _ in range(length)]
-        if kind in _SCALARS:
-            return self.scalar(kind)
-        raise CheckpointError(f"{self.source}: unknown metadata type {kind} at byte {self.position}; the file is "
-                              "damaged")
 
 
 def fast_tokenizer_from_metadata(metadata: dict[str, Any], *, source: str

@@ -4,10 +4,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from jradix.config import EngineConfig, StepShapes
 from jradix.engine import Engine
@@ -132,7 +134,8 @@ class LLM:
 
         Raises:
           RequestError: with on_error="raise".
-          EngineError: the device failed. KeyboardInterrupt and EngineError carry `partial_results`.
+          EngineError: the device failed. KeyboardInterrupt and EngineError carry `partial_results`: one entry per
+            prompt, finished or cut off (finish_reason "abort"), None for a prompt that was not taken up.
         """
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
@@ -204,6 +207,7 @@ class LLM:
           prompts: one for all completions, or one each.
           completions: texts (encoded on their own, without special tokens) or lists of token ids.
         """
+        self._check_open()
         completions = _as_list(completions)
         prompts = _as_list(prompts)
         if len(prompts) == 1:
@@ -241,6 +245,7 @@ class LLM:
 
     def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all; their calls return the partial output with finish_reason "abort"."""
+        self._check_open()
         for name in [request_id] if request_id is not None else list(self._sinks):
             self.engine.abort(name)
 
@@ -258,6 +263,7 @@ class LLM:
 
     def warmup(self) -> None:
         """Compiles every step shape now, so that no request waits for it."""
+        self._check_open()
         with self._bar("compiling", self._progress) as bar:
             self._runner.warmup(bar.update)
 
@@ -292,17 +298,16 @@ class LLM:
         if on_error == "raise":
             self._check_all(requests)
         results: list[RequestOutput | None] = [None] * len(requests)
+        cut_off: dict[int, RequestOutput] = {}
         try:
             with self._bar("generating", progress, len(requests)) as bar:
                 done = 0
-                for i, output in self._iterate(iter(requests), max(len(requests), 1), on_error):
+                for i, output in self._iterate(iter(requests), max(len(requests), 1), on_error, cut_off):
                     results[i] = output
                     done += 1
                     bar.update(done, len(requests))
         except (KeyboardInterrupt, EngineError) as error:
-            by_id = {output.request_id: output for output in self.engine.dropped_outputs}
-            self.engine.dropped_outputs = []
-            error.partial_results = [*(r for r in results if r is not None), *by_id.values()]
+            error.partial_results = [result or cut_off.get(i) for i, result in enumerate(results)]
             raise
         return results
 
@@ -319,7 +324,9 @@ class LLM:
             raise RequestError(f"{len(bad)} of {len(requests)} prompts cannot be served: " + "; ".join(bad))
 
     def _iterate(self, requests: Iterator[tuple[Any, SamplingParams | None]], max_inflight: int,
-                 on_error: str = "record") -> Iterator[tuple[int, RequestOutput]]:
+                 on_error: str = "record", cut_off: dict[int, RequestOutput] | None = None
+                 ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate_iter`; what it took up and could not yield any more is left in `cut_off`, by index."""
         self._check_open()
         places: dict[str, int] = {}
         ended: list[RequestOutput] = []
@@ -346,6 +353,8 @@ class LLM:
                 ended.clear()
         finally:
             self._abandon(places)
+            if cut_off is not None:
+                cut_off.update((places[o.request_id], o) for o in ended if o.request_id in places)
 
     def _submit(self, prompt: Any, params: SamplingParams | None, on_error: str, *, is_streamed: bool = False
                 ) -> str | RequestOutput:
@@ -408,9 +417,21 @@ class LLM:
             self._abandon(places)
 
     def _pump(self) -> None:
-        """One engine step; every output goes to the call that waits for it, whichever call drives the step."""
+        """One engine step; every output goes to the call that waits for it, whichever call drives the step.
+
+        A step that fails or is interrupted drops the requests of all calls; each call gets what its own had.
+        """
         self._check_open()
-        for output in self.engine.step():
+        try:
+            outputs = self.engine.step()
+        except BaseException:
+            outputs, self.engine.dropped_outputs = self.engine.dropped_outputs, []
+            self._deliver(outputs)
+            raise
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
             sink = self._sinks.get(output.request_id)
             if sink is not None:
                 sink(output)
@@ -419,14 +440,21 @@ class LLM:
 
     def _abandon(self, names: Iterable[str]) -> None:
         """Aborts requests whose call is over."""
+        if self.engine is None:
+            return
+        names = [name for name in names if name in self._sinks]
         for name in names:
-            if self._sinks.pop(name, None) is not None and self.engine is not None:
-                self.engine.abort(name)
+            self.engine.abort(name)
+        self._deliver(self.engine.take_aborted())
+        for name in names:
+            self._sinks.pop(name, None)
 
     def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return prompt
+        if not isinstance(prompt, (Sequence, np.ndarray)):
+            raise RequestError(f"prompt is {type(prompt).__name__}; expected a text or a list of token ids")
+        return list(prompt)
 
     def _check_open(self) -> None:
         if self.engine is None:
@@ -499,7 +527,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
 def _params_for(items: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
@@ -513,6 +541,9 @@ def _params_for(items: Sequence[Any], params: SamplingParams | Sequence[Sampling
 
 
 def _fill_score(result: ScoreOutput, output: RequestOutput) -> None:
+    if output.outputs[0].finish_reason == "abort":
+        result.error = "aborted before it was scored"
+        return
     entries = [entry[token] for entry, token in
                zip(output.prompt_logprobs[-len(result.token_ids):], result.token_ids)]
     result.logprobs = [entry.logprob for entry in entries]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jradix.errors import RequestError, TokenizerError
+from jradix.gguf_header import read_gguf_header
 
 if TYPE_CHECKING:
     import tokenizers
@@ -112,8 +113,8 @@ class Tokenizer:
           CheckpointError: not a GGUF file, or a truncated one.
           TokenizerError: no tokenizer inside, or of a kind that is not supported.
         """
-        from jradix.gguf_tokenizer import fast_tokenizer_from_metadata, read_gguf_metadata
-        metadata = read_gguf_metadata(path)
+        from jradix.gguf_tokenizer import fast_tokenizer_from_metadata
+        metadata = read_gguf_header(Path(path)).metadata
         fast, extra_eos_ids = fast_tokenizer_from_metadata(metadata, source=str(path))
         return cls(fast, name=metadata.get("general.name") or Path(path).stem, chat_template=chat_template,
                    extra_eos_ids=extra_eos_ids)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jradix import batch_file, batch_job
+from jradix import result_file, batch_job
 from jradix.batch_job import answer_body, run_batch
 from jradix.errors import BatchFileError, EngineError
 from jradix.outputs import CompletionOutput, Logprob, RequestOutput
@@ -222,7 +222,7 @@ def test_logprobs_reach_the_file_as_json(tmp_path):
 
 KILLED_JOB = """
 import os, signal, sys
-from jradix import batch_file
+from jradix import result_file
 from jradix.batch_job import run_batch
 from tests.fake_llm import FakeLLM
 
@@ -235,7 +235,7 @@ def kill(num_yielded):
             def tear(fd, data):
                 write(fd, data[:len(data) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            batch_file.os.write = tear
+            result_file.os.write = tear
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -332,7 +332,7 @@ def test_full_disk_stops_the_job_and_aborts_what_runs(tmp_path, monkeypatch):
 
     llm = FakeLLM()
     with monkeypatch.context() as patch:
-        patch.setattr(batch_file.os, "write", full)
+        patch.setattr(result_file.os, "write", full)
         with pytest.raises(BatchFileError, match="4 results are kept.*resume"):
             run(tmp_path, llm, max_inflight=3)
     assert llm.num_aborted == 2 and llm.is_closed and len(records(tmp_path)) == 4

@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from jradix.ops import sampling
-from jradix.ops.sampling import NUM_STOP_IDS, SamplingInputs, SamplingState
+from jradix.batch import NUM_STOP_IDS
+from jradix.ops.sampling import SamplingInputs, SamplingState
 
 MASS_EPS = 4e-6   # float32 exp and a sum tree of a few thousand terms, relative to the total
 sample = jax.jit(sampling.sample)
@@ -36,11 +37,16 @@ def make_state(num_rows: int, vocab_size: int) -> SamplingState:
     return SamplingState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32))
 
 
-def draw(row: object, num: int, **fields: object) -> np.ndarray:
-    """Draws at positions 0 to num - 1 of one stream."""
+def draw(row: object, num: int, *, first: int = 0, **fields: object) -> np.ndarray:
+    """Draws at positions first to first + num - 1 of one stream. Few distinct `num` keep compilations few."""
     row = np.asarray(row, np.float32)
     logits = jnp.asarray(np.broadcast_to(row, (num, row.size)))
-    return np.asarray(sample(logits, make_inputs(num, row.size, position=np.arange(num), **fields)))
+    return np.asarray(sample(logits, make_inputs(num, row.size, position=first + np.arange(num), **fields)))
+
+
+def keep(row: np.ndarray, **fields: object) -> np.ndarray:
+    """Ids kept of one row."""
+    return np.flatnonzero(np.asarray(kept_tokens(jnp.asarray(row[None]), make_inputs(1, row.size, **fields)))[0])
 
 
 def order_of(row: np.ndarray) -> np.ndarray:
@@ -65,7 +71,7 @@ def oracle_kept(row: np.ndarray, temperature: float, top_k: int, top_p: float, m
 
 
 def assert_kept_matches_oracle(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """The kept set is a prefix of the order; where top_p cuts it, its length may differ only by rounding of the mass."""
+    """The kept set is a prefix of the order; where top_p cuts it, rounding of the mass may change its length."""
     inputs = make_inputs(1, row.size, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept = np.asarray(kept_tokens(jnp.asarray(row[None]), inputs))[0]
     order, weights = order_of(row), weights_of(row, temperature)
@@ -115,14 +121,14 @@ def test_argmax_nan_and_masked_rows_are_defined() -> None:
 
 
 def test_argmax_random_rows_equal_numpy() -> None:
-    for vocab_size in (1, 5, 64, 1000, 4097):
+    for vocab_size in (1, 64, 4097):
         logits = np.random.default_rng(vocab_size).integers(-50, 50, (9, vocab_size)).astype(np.float32)
         assert np.asarray(argmax(jnp.asarray(logits))).tolist() == logits.argmax(1).tolist()
 
 
 # --- kept sets ---
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**31), scale=st.sampled_from([0.0, 0.5, 3.0, 30.0]), grid=st.sampled_from([0.0, 0.25]),
        masked=st.sampled_from([0.0, 0.5, 0.98]), temperature=st.sampled_from([0.3, 1.0, 2.5]),
        top_k=st.sampled_from([0, 2, 5, 40, 199, 200]), top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
@@ -138,14 +144,13 @@ def test_kept_tokens_any_filters_equal_sorted_oracle(seed: int, scale: float, gr
     assert_kept_matches_oracle(row, temperature, top_k, top_p, min_p)
 
 
-@pytest.mark.parametrize("top_k", [2, 50, 64, 65, 700, 8191])
+@pytest.mark.parametrize("top_k", [2, 50, 64, 65, 700, 8999])
 @pytest.mark.parametrize("grid", [None, 0.5])
 def test_top_k_large_vocabulary_keeps_exactly_k(top_k: int, grid: float | None) -> None:
-    row = (np.random.default_rng(3).normal(size=8192) * 3).astype(np.float32)
+    row = (np.random.default_rng(3).normal(size=9000) * 3).astype(np.float32)
     if grid:
         row = np.round(row / np.float32(grid)) * np.float32(grid)
-    kept = np.asarray(kept_tokens(jnp.asarray(row[None]), make_inputs(1, row.size, top_k=top_k)))[0]
-    assert sorted(np.flatnonzero(kept)) == sorted(order_of(row)[:top_k])
+    assert keep(row, top_k=top_k).tolist() == sorted(order_of(row)[:top_k])
 
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])    # whole row searched, mixed, best blocks only
@@ -157,17 +162,21 @@ def test_kept_tokens_large_vocabulary_equals_sorted_oracle(scale: float, top_k: 
     assert_kept_matches_oracle(row, 1.0, top_k, top_p, min_p)
 
 
+def test_top_k_above_the_number_of_allowed_tokens_keeps_all_of_them() -> None:
+    row = np.full(9000, -np.inf, np.float32)
+    row[[5, 77, 8999]] = [1.0, -3.0, 1.0]
+    assert keep(row, top_k=50).tolist() == [5, 77, 8999]
+    assert keep(row, top_k=50, top_p=0.9).tolist() == [5, 8999]
+
+
 def test_top_p_equal_logits_keeps_lowest_ids() -> None:
-    logits = jnp.zeros((1, 5000), jnp.float32)
-    kept = np.asarray(kept_tokens(logits, make_inputs(1, 5000, top_p=0.25)))[0]
-    assert np.flatnonzero(kept).tolist() == list(range(1250))
+    assert keep(np.zeros(9000, np.float32), top_p=0.25).tolist() == list(range(2250))
 
 
 def test_top_p_ties_at_the_top_k_cut_stay_inside_top_k() -> None:
-    row = np.zeros(512, np.float32)
+    row = np.zeros(9000, np.float32)
     row[300] = 0.1
-    kept = np.asarray(kept_tokens(jnp.asarray(row[None]), make_inputs(1, 512, top_k=4, top_p=0.999999)))[0]
-    assert np.flatnonzero(kept).tolist() == [0, 1, 2, 300]
+    assert keep(row, top_k=4, top_p=0.999999).tolist() == [0, 1, 2, 300]
 
 
 # --- distributions ---
@@ -176,18 +185,17 @@ def test_top_p_ties_at_the_top_k_cut_stay_inside_top_k() -> None:
     (1.0, 0, 1.0, 0.0), (0.7, 12, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (0.9, 30, 0.9, 0.05)])
 def test_sample_20000_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float,
                                                           min_p: float) -> None:
-    row = (np.random.default_rng(5).normal(size=96) * 1.5).astype(np.float32)
+    row = (np.random.default_rng(5).normal(size=64) * 1.5).astype(np.float32)
     row[::7] = -np.inf
-    tokens = draw(row, 20_000, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    fields = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens = np.concatenate([draw(row, 200, first=first, **fields) for first in range(0, 20_000, 200)])
     probabilities = weights_of(row, temperature) * oracle_kept(row, temperature, top_k, top_p, min_p)
     assert_distributed(tokens, probabilities / probabilities.sum())
 
 
 def test_sample_large_vocabulary_follows_the_exact_distribution() -> None:
     row = (np.random.default_rng(6).normal(size=5003) * 2).astype(np.float32)
-    inputs = [make_inputs(500, row.size, position=np.arange(500) + 500 * i) for i in range(40)]
-    logits = jnp.asarray(np.broadcast_to(row, (500, row.size)))
-    tokens = np.concatenate([np.asarray(sample(logits, part)) for part in inputs])
+    tokens = np.concatenate([draw(row, 500, first=first) for first in range(0, 20_000, 500)])
     probabilities = weights_of(row, 1.0)
     assert_distributed(tokens, probabilities / probabilities.sum())
 
@@ -195,10 +203,10 @@ def test_sample_large_vocabulary_follows_the_exact_distribution() -> None:
 def test_sample_token_without_weight_is_never_drawn() -> None:
     """Few live tokens in a sea of -inf, at the extremes of the uniform number."""
     row = jnp.full((4, 4096), -jnp.inf, jnp.float32).at[:, jnp.array([17, 2000, 4095])].set(jnp.array([0.0, -90, -80]))
-    weights = sampling._kept_weights(row, jnp.zeros(4, jnp.float32), make_inputs(4, 4096), jnp.ones(4, bool))
     extremes = jnp.array([0.0, 1 - 2**-24, 1.0, 1.5], jnp.float32)
-    tokens = np.asarray(sampling._inverse_cdf(row, weights, extremes, otherwise=jnp.full(4, -1, jnp.int32)))
-    assert set(tokens.tolist()) <= {17, 2000, 4095}
+    walk = jax.jit(lambda x, u: sampling._inverse_cdf(x, lambda logits, ids: jnp.exp(logits), u,
+                                                      otherwise=jnp.full(4, -1, jnp.int32)))
+    assert set(np.asarray(walk(row, extremes)).tolist()) <= {17, 2000, 4095}
 
 
 PINNED = [0.4184570908546448, 0.14645135402679443, 0.8863022327423096]
@@ -218,22 +226,27 @@ def test_uniform_known_streams_give_pinned_numbers() -> None:
 
 def test_sample_seeds_reproduce_and_differ() -> None:
     """P01: samples of one prompt draw their own streams; the same seed gives the same tokens again."""
-    streams = [draw(np.zeros(64), 8, seed=(7, child)).tolist() for child in range(4)]
-    again = [draw(np.zeros(64), 8, seed=(7, child)).tolist() for child in range(4)]
+    streams = [draw(np.zeros(64), 200, seed=(7, child))[:8].tolist() for child in range(4)]
+    again = [draw(np.zeros(64), 200, seed=(7, child))[:8].tolist() for child in range(4)]
     assert streams == again
     assert all(streams[i] != streams[j] for i in range(4) for j in range(i))
 
 
 def test_sample_row_is_the_same_in_any_batch() -> None:
     rng = np.random.default_rng(8)
-    logits = (rng.normal(size=(13, 9000)) * 3).astype(np.float32)
-    fields = dict(temperature=rng.choice([0.0, 0.5, 1.0, 3.0], 13), top_k=rng.choice([0, 1, 40, 3000], 13),
-                  top_p=rng.choice([0.5, 0.95, 1.0], 13), min_p=rng.choice([0.0, 0.05], 13),
-                  seed=rng.integers(0, 2**32, (13, 2), dtype=np.uint32), position=rng.integers(0, 99, 13))
-    together = np.asarray(sample(jnp.asarray(logits), make_inputs(13, 9000, **fields)))
-    for i in range(13):
-        alone = make_inputs(1, 9000, **{name: value[i:i + 1] for name, value in fields.items()})
-        assert int(sample(jnp.asarray(logits[i:i + 1]), alone)[0]) == together[i]
+    logits = (rng.normal(size=(12, 5000)) * 3).astype(np.float32)
+    fields = dict(temperature=rng.choice([0.0, 0.5, 1.0, 3.0], 12), top_k=rng.choice([0, 1, 40, 3000], 12),
+                  top_p=rng.choice([0.5, 0.95, 1.0], 12), min_p=rng.choice([0.0, 0.05], 12),
+                  seed=rng.integers(0, 2**32, (12, 2), dtype=np.uint32), position=rng.integers(0, 99, 12))
+
+    def tokens_of(rows: list[int]) -> list[int]:
+        picked = make_inputs(len(rows), 5000, **{name: value[rows] for name, value in fields.items()})
+        return np.asarray(sample(jnp.asarray(logits[rows]), picked)).tolist()
+
+    alone = [tokens_of([i])[0] for i in range(12)]
+    for _ in range(4):
+        rows = rng.permutation(12)[:4].tolist()
+        assert tokens_of(rows) == [alone[i] for i in rows]
 
 
 @pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf, 1e30])
@@ -256,16 +269,15 @@ def test_sample_garbage_in_other_rows_changes_nothing(fill: float) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"temperature": 0.0}])
 def test_sample_fully_masked_row_gives_token_zero(fields: dict[str, float]) -> None:
-    logits = jnp.full((2, 5000), -jnp.inf, jnp.float32)
-    assert np.asarray(sample(logits, make_inputs(2, 5000, **fields))).tolist() == [0, 0]
-    assert np.asarray(kept_tokens(logits, make_inputs(2, 5000, **fields))).sum(1).tolist() == [1, 1]
+    assert draw(np.full(5000, -np.inf), 4, **fields).tolist() == [0, 0, 0, 0]
+    assert keep(np.full(9000, -np.inf, np.float32), **fields).tolist() == [0]
 
 
 def test_sample_single_allowed_token_is_always_drawn() -> None:
     row = np.full(5000, -np.inf)
     row[4321] = -1e30
     for fields in ({}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 1.0}, {"temperature": 1e-8}):
-        assert set(draw(row, 20, **fields).tolist()) == {4321}
+        assert set(draw(row, 4, **fields).tolist()) == {4321}
 
 
 # --- temperature and top_k ---
@@ -275,8 +287,8 @@ def test_sample_single_allowed_token_is_always_drawn() -> None:
 def test_sample_tiny_temperature_equals_argmax(temperature: float, top_p: float) -> None:
     """P04: no overflow, no NaN, the best token every time."""
     row = [50, 49.9, -50] + [-np.inf] * 61
-    assert set(draw(row, 50, temperature=temperature, top_p=top_p).tolist()) == {0}
-    assert set(draw(row[::-1], 50, temperature=temperature, top_p=top_p).tolist()) == {63}
+    assert set(draw(row, 200, temperature=temperature, top_p=top_p).tolist()) == {0}
+    assert set(draw(row[::-1], 200, temperature=temperature, top_p=top_p).tolist()) == {63}
 
 
 def test_sample_neutral_parameters_draw_many_tokens() -> None:
@@ -290,7 +302,7 @@ def test_sample_off_spellings_of_top_k_are_equal() -> None:
     expected = draw(row, 200, top_k=0).tolist()
     for top_k in (-1, 64, 1000, 2**31 - 1, -(2**31)):
         assert draw(row, 200, top_k=top_k).tolist() == expected
-    assert set(draw(row, 50, top_k=1).tolist()) == {int(row.astype(np.float32).argmax())}
+    assert set(draw(row, 200, top_k=1).tolist()) == {int(row.astype(np.float32).argmax())}
 
 
 # --- adjustment ---
@@ -347,7 +359,8 @@ def test_log_probabilities_equal_float64_oracle(vocab_size: int) -> None:
     tokens = rng.integers(0, vocab_size, 6).astype(np.int32)
     logprob, rank, top_ids, top_logprobs = map(np.asarray, log_probabilities(jnp.asarray(logits), tokens, 20))
     exact = logits.astype(np.float64)
-    exact = exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
+    exact = exact - exact.max(1, keepdims=True)
+    exact = exact - np.log(np.exp(exact).sum(1, keepdims=True))
     for i in range(6):
         order = order_of(logits[i])
         assert rank[i] == 1 + np.flatnonzero(order == tokens[i])[0]
@@ -369,21 +382,22 @@ def test_log_probabilities_ties_rank_by_lowest_id() -> None:
 
 def test_log_probabilities_ignore_how_the_token_was_drawn() -> None:
     """P10: the values are those of the raw logits whatever temperature, top_p or mask drew the token."""
-    logits = jnp.asarray(np.random.default_rng(12).normal(size=(1, 500)), jnp.float32)
-    values = set()
-    for temperature in (0.5, 1.0, 2.0):
-        mask = jnp.full((1, 500), -jnp.inf, jnp.float32).at[0, 123].set(0)
-        token = sample(logits + mask, make_inputs(1, 500, temperature=temperature, top_p=0.1))
-        assert int(token[0]) == 123
-        values.add(float(log_probabilities(logits, token, 1)[0][0]))
-    assert len(values) == 1
+    logits = jnp.asarray(np.random.default_rng(12).normal(size=(4, 5000)), jnp.float32)
+    mask = jnp.full((4, 5000), -jnp.inf, jnp.float32).at[:, 123].set(0)
+    token = sample(logits + mask, make_inputs(4, 5000, temperature=[0.5, 1, 2, 0], top_p=[0.1, 1, 0.1, 0.1]))
+    assert np.asarray(token).tolist() == [123] * 4
+    exact = np.asarray(logits, np.float64)
+    logprob, _, top_ids, _ = map(np.asarray, log_probabilities(logits, token, 5))
+    np.testing.assert_allclose(logprob, exact[:, 123] - np.log(np.exp(exact).sum(1)), atol=1e-5)
+    assert not (top_ids == 123).any()
 
 
 def test_log_probabilities_masked_and_nan_rows_have_no_nan() -> None:
     logits = np.full((3, 500), -np.inf, np.float32)
     logits[1] = np.nan
     logits[2, 7] = 3
-    logprob, rank, top_ids, top_logprobs = map(np.asarray, log_probabilities(jnp.asarray(logits), jnp.array([5, 5, 7]), 3))
+    out = log_probabilities(jnp.asarray(logits), jnp.array([5, 5, 7]), 3)
+    logprob, rank, top_ids, top_logprobs = map(np.asarray, out)
     assert logprob.tolist() == [-np.inf, -np.inf, 0.0] and rank.tolist() == [6, 6, 1]
     assert top_ids.tolist() == [[0, 1, 2], [0, 1, 2], [7, 0, 1]]
     assert not np.isnan(top_logprobs).any()
@@ -401,8 +415,7 @@ def test_log_probabilities_num_top_above_vocabulary_is_refused() -> None:
 
 # --- backends ---
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("vocab_size", [49152, 50257])
+@pytest.mark.parametrize("platform, vocab_size", [("cuda", 49152), ("tpu", 50257)])    # 50257 is padded to blocks
 def test_ops_lower_for_accelerators(platform: str, vocab_size: int) -> None:
     rows = 8
     logits = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32)

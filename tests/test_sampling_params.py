@@ -49,8 +49,9 @@ def test_params_min_tokens_above_max_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("fields", [
     dict(max_tokens=0), dict(temperature=0), dict(temperature=1e-38), dict(top_p=1), dict(top_k=-1), dict(top_k=0),
-    dict(top_k=10**6), dict(min_p=0), dict(min_p=1), dict(seed=-1), dict(presence_penalty=-2), dict(frequency_penalty=2),
-    dict(logprobs=0), dict(logprobs=MAX_LOGPROBS), dict(logit_bias={5: -INF}), dict(repetition_penalty=1e-3)])
+    dict(top_k=10**6), dict(min_p=0), dict(min_p=1), dict(seed=-1), dict(presence_penalty=-2),
+    dict(frequency_penalty=2), dict(logprobs=0), dict(logprobs=MAX_LOGPROBS), dict(logit_bias={5: -INF}),
+    dict(repetition_penalty=1e-3)])
 def test_params_value_at_its_limit_is_accepted(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     assert {name: getattr(params, name) for name in fields} == fields

@@ -35,7 +35,8 @@ class PagePool:
         n = len(pages)
         if n == 0:
             return
-        assert self.num_free + n <= self.num_pages and not self._is_free[pages].any(), f"page freed twice: {pages}"
+        assert pages.min() > SCRATCH_PAGE, f"not ids of this pool: {pages}"
+        assert not self._is_free[pages].any() and len(set(pages.tolist())) == n, f"page freed twice: {pages}"
         self._stack[self.num_free:self.num_free + n] = pages
         self.num_free += n
         self._is_free[pages] = True

@@ -123,6 +123,7 @@ class PrefixCache:
         Raises:
           OutOfPages: free and evictable pages together do not suffice; nothing was changed.
         """
+        assert not lease.is_released, "extend of a released lease"
         missing = -(-num_tokens // self.page_size) - lease.num_pages
         if missing <= 0:
             return
@@ -158,6 +159,7 @@ class PrefixCache:
         done, full = lease.num_committed, len(tokens) // self.page_size
         if not self.enabled or full <= done:
             return
+        assert full <= lease.num_pages, f"{full} pages of tokens committed, the lease holds {lease.num_pages}"
         new_tokens = tokens[done * self.page_size:full * self.page_size]
         inserted = self.tree.insert(new_tokens, lease.page_table[:, done:full], lease.namespace, below=lease.node)
         twins = inserted.num_existing_pages

@@ -113,7 +113,7 @@ def _extend(q: Array, k_pages: Array, v_pages: Array, table: Array, kv_lens: Arr
             scores = jnp.einsum("hqd,khd->hqk", queries, keys, **_exact(keys))
             weights, top, total, scale = _online(_cap(scores * sm_scale, soft_cap),
                                                  jnp.tile(visible, (group, 1))[None], top, total)
-            values = jnp.where((position < kv_len)[:, None, None], values, 0)
+            values = jnp.where(((position >= oldest) & (position < kv_len))[:, None, None], values, 0)
             acc = acc * scale[..., None] + jnp.einsum("hqk,khd->hqd", weights.astype(values.dtype), values,
                                                       **_exact(values))
             return top, total, acc

@@ -25,11 +25,14 @@ def kv_page_bytes(*, num_layers: int, page_size: int, kv_width: int, dtype: jnp.
 
 def make_kv_cache(*, num_layers: int, num_pages: int, page_size: int, kv_width: int, dtype: jnp.dtype,
                   device: jax.Device) -> KVCache:
-    """Zeroed pages: `num_pages` and the scratch page before them."""
-    shape = (num_pages + 1, page_size, kv_width)
-    with jax.default_device(device):
-        return KVCache(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-                       tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
+    """Zeroed pages, committed to `device`: `num_pages` and the scratch page before them.
+
+    Committed, because the results of a step are: jit compiles a second time for an argument that differs in that.
+    """
+    def zeros() -> Array:
+        return jnp.zeros((num_pages + 1, page_size, kv_width), dtype, device=device)
+
+    return KVCache(tuple(zeros() for _ in range(num_layers)), tuple(zeros() for _ in range(num_layers)))
 
 
 def write_pages(pages: Array, values: Array, write_slots: Array) -> Array:

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-NUM_STOP_IDS = 32   # stop ids per row that the device knows
 BLOCK = 64          # neighbouring tokens that share a maximum
 TOP_BLOCKS = 64     # blocks searched before the whole row
 FOLD = 16           # children of a node of the sum tree
@@ -59,7 +58,7 @@ class SamplingInputs(NamedTuple):
       top_k: int32[S]; <= 0 or >= V: off, 1 is greedy.
       seed: uint32[S, 2], the request's random stream.
       position: int32[S], number of the output token being drawn; (seed, position) decides the draw, nothing else.
-      stop_ids: int32[S, NUM_STOP_IDS], padded with ids outside the vocabulary.
+      stop_ids: int32[S, n], padded with ids outside the vocabulary.
       suppress_stop: bool[S], True while min_tokens is not reached: stop ids get -inf.
     """
     temperature: Array
@@ -200,13 +199,13 @@ def log_probabilities(logits: Array, tokens: Array, num_top: int) -> tuple[Array
     x = _clean(padded)
     top = _block_maxima(padded).max(axis=1)
     offset = jnp.where(top > -jnp.inf, top, jnp.float32(0))
-    offset = offset + jnp.log(_row_sums(jnp.exp(x - offset[:, None])))
-    offset = jnp.where(top > -jnp.inf, offset, jnp.float32(0))
+    total = _row_sums(_fold_weights(padded, lambda part, ids: jnp.exp(part - offset[:, None])))
+    log_total = jnp.where(top > -jnp.inf, offset + jnp.log(total), jnp.float32(0))
     chosen = jnp.take_along_axis(x, tokens[:, None], axis=1, mode="clip")
     ahead = (x > chosen) | ((x == chosen) & (_ids(x) < tokens[:, None]))
     rank = 1 + jnp.sum(ahead, axis=1, dtype=jnp.int32)
     top_logits, top_ids = _top(padded, num_top)
-    return chosen[:, 0] - offset, rank, top_ids, top_logits - offset[:, None]
+    return chosen[:, 0] - log_total, rank, top_ids, top_logits - log_total[:, None]
 
 
 def _clean(logits: Array) -> Array:
@@ -328,7 +327,7 @@ def _search(x: Array, top: Array, blocks: _Blocks, weigh: _Weigh, target: Array,
     above = _row_sums(jnp.where(blocks.logits > blocks.bound[:, None], weights, jnp.float32(0)))
     in_blocks = active & (above >= target)
     prefix = otherwise.shortened(in_blocks, _shortest_prefix(blocks, weigh, top, target, in_blocks))
-    elsewhere = active & ~in_blocks
+    elsewhere = active & ~in_blocks & (blocks.bound > -jnp.inf)   # else all live tokens together weigh too little
 
     def search_all() -> _Prefix:
         return prefix.shortened(elsewhere, _shortest_prefix(_whole_row(x), weigh, top, target, elsewhere))
@@ -401,7 +400,7 @@ def _from_key(keys: Array) -> Array:
 
 
 def _fold(values: Array) -> Array:
-    """Sums of FOLD entries each, [S, n] -> [S, ceil(n / FOLD)]; entry j adds the entries that are j modulo the width."""
+    """Sums of FOLD entries each, [S, n] -> [S, ceil(n / FOLD)]; entry j adds those that are j modulo the width."""
     parts = _pad(values, FOLD, 0).reshape(values.shape[0], FOLD, -1)
     while parts.shape[1] > 1:
         half = parts.shape[1] // 2

@@ -60,9 +60,8 @@ class ModelRunner:
         self.kv = make_kv_cache(num_layers=m.num_layers, num_pages=c.num_pages, page_size=c.page_size,
                                 kv_width=m.kv_width, dtype=self._kv_dtype, device=self.device)
         rows, vocab = c.max_num_seqs + 1, m.vocab_size
-        with jax.default_device(self.device):
-            self._rows = RowState(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, vocab), jnp.int32),
-                                  jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.float32))
+        self._rows = RowState(*(jnp.zeros(shape, dtype, device=self.device) for shape, dtype in (
+            (rows, jnp.int32), ((rows, vocab), jnp.int32), ((rows, vocab), bool), ((rows, vocab), jnp.float32))))
 
     @property
     def spare_slot(self) -> int:
@@ -142,9 +141,11 @@ class ModelRunner:
         _, leaves, _ = split_model(model)
         if [(a.shape, a.dtype) for a in leaves] != [(a.shape, a.dtype) for a in self._leaves]:
             raise ValueError("the new weights differ in number, shape or dtype from those the runner was built for")
+        kept = {id(leaf) for leaf in leaves}
         old, self._leaves = self._leaves, leaves
         for leaf in old:
-            leaf.delete()
+            if id(leaf) not in kept:
+                leaf.delete()
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program by running it on padding. A compilation after this is logged as a warning.

@@ -1,34 +1,20 @@
 """Safetensors folders of the Hugging Face kind: one file, or shards with an index.
 
-Headers are read and checked against the files' sizes before anything else, so that a cut download is found at once.
-Data is memory-mapped and viewed in its own type (bfloat16 through ml_dtypes), so reading a tensor copies nothing.
+All files are opened, and so checked against their headers, before any tensor is read: a cut download is found at once.
 """
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jradix.errors import CheckpointError, UnsupportedModel
 from jradix.model_files import INDEX_FILE
 
-DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
-          "BF16": np.dtype(ml_dtypes.bfloat16)}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-@dataclass(frozen=True)
-class _Location:
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsSource:
@@ -42,20 +28,30 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._locations = _locate(folder)
-        self.shapes = {name: location.shape for name, location in self._locations.items()}
+        self._files: dict[str, Any] = {}      # tensor name -> open file that holds it
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        owner: dict[str, str] = {}
+        for path in weight_files(folder):
+            file = _open(path)
+            for name in file.keys():
+                if name in owner:
+                    raise CheckpointError(f"tensor {name!r} is in both {owner[name]} and {path.name}; expected once. "
+                                          f"Remove the files that are not part of this model")
+                owner[name] = path.name
+                self._files[name] = file
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+        index = folder / INDEX_FILE
+        absent = sorted(set(_weight_map(index)) - set(owner)) if index.is_file() else []
+        if absent:
+            raise CheckpointError(f"{INDEX_FILE} names {len(absent)} tensors that no shard holds, first {absent[0]!r}: "
+                                  f"incomplete download? Fetch the model again")
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the file, in the file's type."""
-        location = self._locations[name]
-        if location.dtype not in DTYPES:
-            raise UnsupportedModel(f"tensor {name!r} in {location.file.name} has type {location.dtype}; supported: "
-                                   f"{', '.join(DTYPES)}")
-        dtype = DTYPES[location.dtype]
-        if location.start == location.end:
-            return np.empty(location.shape, dtype)
-        raw = np.memmap(location.file, np.uint8, "r", location.start, (location.end - location.start,))
-        return np.asarray(raw).view(dtype).reshape(location.shape)
+        """One tensor, in the file's type (bfloat16 as ml_dtypes has it)."""
+        dtype = self._files[name].get_slice(name).get_dtype()
+        if dtype not in FLOAT_TYPES:
+            raise UnsupportedModel(f"tensor {name!r} has type {dtype}; supported: {', '.join(FLOAT_TYPES)}")
+        return self._files[name].get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -77,56 +73,12 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Tensor name -> its entry ({"dtype", "shape", "data_offsets"}), and the file offset the data begins at.
-
-    Raises:
-      CheckpointError: the file cannot be read, its header is damaged, or its size is not what the header says.
-    """
+def _open(file: Path) -> Any:
+    """Opens and checks one file: the header, and that the data it describes is all there."""
     try:
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            text = stream.read(length) if 0 < length <= MAX_HEADER_BYTES else b""
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    if size < 8 or len(text) != length or not text:
-        raise CheckpointError(f"{file.name} ({size} bytes) ends inside its header: incomplete download? Fetch it again")
-    try:
-        entries = json.loads(text)
-        entries.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"the header of {file.name} is damaged ({error}): incomplete download? "
-                              f"Fetch it again") from error
-    if 8 + length + end != size:
-        raise CheckpointError(f"{file.name} has {size} bytes, its header describes {8 + length + end}: incomplete "
-                              f"download? Fetch it again")
-    return entries, 8 + length
-
-
-def _locate(folder: Path) -> dict[str, _Location]:
-    found: dict[str, _Location] = {}
-    index = folder / INDEX_FILE
-    for file in weight_files(folder):
-        entries, start = read_safetensors_header(file)
-        for name, entry in entries.items():
-            if name in found:
-                raise CheckpointError(f"tensor {name!r} is in both {found[name].file.name} and {file.name}; expected "
-                                      f"once. Remove the files that are not part of this model")
-            first, last = entry["data_offsets"]
-            location = _Location(file, entry["dtype"], tuple(entry["shape"]), start + first, start + last)
-            dtype = DTYPES.get(location.dtype)
-            if dtype is not None and math.prod(location.shape) * dtype.itemsize != last - first:
-                raise CheckpointError(f"{file.name}: tensor {name!r} of shape {location.shape} and type "
-                                      f"{location.dtype} has {last - first} bytes: the file is damaged, fetch it again")
-            found[name] = location
-    if index.is_file():
-        absent = sorted(set(_weight_map(index)) - set(found))
-        if absent:
-            raise CheckpointError(f"{INDEX_FILE} names {len(absent)} tensors that no shard holds, first {absent[0]!r}: "
-                                  f"incomplete download? Fetch the model again")
-    return found
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {file} ({error}): incomplete download? Fetch it again") from error
 
 
 def _weight_map(index: Path) -> dict[str, str]:

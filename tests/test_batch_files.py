@@ -6,9 +6,11 @@ import os
 
 import pytest
 
-from jradix import batch_file
-from jradix.batch_file import LineError, LineIdentity, RequestFile, ResultFile, check_output_path, parse_request_line
+from jradix import request_file, result_file
+from jradix.batch_line import LineError, parse_request_line
 from jradix.errors import BatchFileError
+from jradix.request_file import RequestFile
+from jradix.result_file import LineIdentity, ResultFile, check_output_path
 from jradix.sampling_params import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -175,7 +177,7 @@ def test_scan_equal_hashes_of_different_ids_are_no_repetition(tmp_path, monkeypa
         def digest(self) -> bytes:
             return bytes(self.size)
 
-    monkeypatch.setattr(batch_file.hashlib, "blake2b", OneHash)
+    monkeypatch.setattr(request_file.hashlib, "blake2b", OneHash)
     with scanned(tmp_path, b"\n".join(chat_line(name) for name in "abcb")) as requests:
         assert [line for line, _ in requests.malformed] == [4]
 
@@ -347,7 +349,7 @@ def test_second_run_is_refused_while_the_first_holds_the_file(requests):
 def test_open_file_renamed_while_waiting_for_the_lock_is_opened_again(requests, monkeypatch):
     path = requests.path.with_name("out.jsonl")
     path.write_bytes(b"")
-    flock, swaps = batch_file.fcntl.flock, [path.with_name("new.jsonl")]
+    flock, swaps = result_file.fcntl.flock, [path.with_name("new.jsonl")]
 
     def swap_then_lock(fd: int, operation: int) -> None:
         if swaps:
@@ -355,7 +357,7 @@ def test_open_file_renamed_while_waiting_for_the_lock_is_opened_again(requests, 
             swaps.pop().rename(path)
         flock(fd, operation)
 
-    monkeypatch.setattr(batch_file.fcntl, "flock", swap_then_lock)
+    monkeypatch.setattr(result_file.fcntl, "flock", swap_then_lock)
     with opened(requests) as results:
         append(results, requests, 1)
         assert path.read_bytes() != b""
@@ -373,7 +375,7 @@ def test_append_without_space_keeps_earlier_results(requests, monkeypatch, writt
                 return write(fd, data[:written])
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(batch_file.os, "write", full)
+        monkeypatch.setattr(result_file.os, "write", full)
         with pytest.raises(BatchFileError, match="No space left.* 1 results are kept.*run the same command again"):
             append(results, requests, 3)
         assert results.path.read_bytes() == before and not results.has(3)
@@ -387,7 +389,7 @@ def test_finish_without_space_keeps_all_results(requests, monkeypatch):
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(batch_file.os, "replace", full)
+        monkeypatch.setattr(result_file.os, "replace", full)
         with pytest.raises(BatchFileError, match="all 2 results are kept"):
             results.finish()
         assert results.path.read_bytes() == before

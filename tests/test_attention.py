@@ -1,0 +1,201 @@
+"""Paged attention against a float64 oracle that reads no page table: ragged rows, windows, caps, poisoned slots."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jradix.ops.attention import IMPLEMENTATIONS, paged_attention
+
+TOLERANCE = 2e-5   # float32 softmax sums over up to 300 keys of unit variance; 3e-6 is seen
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A ragged batch: context and new tokens of each row, decode rows (one new token) first."""
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+
+    @property
+    def num_decode(self) -> int:
+        return next((i for i, n in enumerate(self.q_lens) if n != 1), len(self.q_lens))
+
+
+MIXED = Rows((1, 37, 300, 5, 70, 129), (1, 1, 1, 5, 65, 3))     # contexts of several key blocks, chunks of two query blocks
+DECODE = Rows((1, 2, 140, 257), (1, 1, 1, 1))
+
+
+def oracle(q: np.ndarray, keys: Sequence[np.ndarray], values: Sequence[np.ndarray], rows: Rows, *, sm_scale: float,
+           sliding_window: int | None, soft_cap: float | None) -> np.ndarray:
+    """float64[sum(q_lens), Hq, D] from contiguous keys and values [kv_len, Hkv, D] of each row."""
+    out = []
+    start = 0
+    for length, n, k, v in zip(rows.kv_lens, rows.q_lens, keys, values):
+        heads, kv_heads = q.shape[1], k.shape[1]
+        for i in range(n):
+            position = length - n + i
+            first = 0 if sliding_window is None else max(position + 1 - sliding_window, 0)
+            token = []
+            for head in range(heads):
+                own = head * kv_heads // heads
+                scores = k[first:position + 1, own].astype(np.float64) @ q[start + i, head].astype(np.float64) * sm_scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                weights = np.exp(scores - scores.max())
+                token.append(weights / weights.sum() @ v[first:position + 1, own].astype(np.float64))
+            out.append(token)
+        start += n
+    return np.array(out)
+
+
+@functools.cache
+def compiled(**settings: object) -> object:
+    return jax.jit(functools.partial(paged_attention, **settings))
+
+
+def check(rows: Rows, *, page_size: int = 16, heads: int = 4, kv_heads: int = 2, head_dim: int = 16,
+          sliding_window: int | None = None, soft_cap: float | None = None, num_padding_rows: int = 2,
+          num_padding_tokens: int = 3, fill: float = np.nan, max_pages: int | None = None,
+          dtype: object = jnp.float32, tolerance: float = TOLERANCE) -> np.ndarray:
+    """Runs one batch with every slot that nobody may see set to `fill`; returns the output."""
+    random = np.random.default_rng(len(rows.kv_lens) * page_size + heads)
+    num_tokens = sum(rows.q_lens)
+    q = random.standard_normal((num_tokens, heads, head_dim)).astype(np.float32)
+    keys = [random.standard_normal((n, kv_heads, head_dim)).astype(np.float32) for n in rows.kv_lens]
+    values = [random.standard_normal((n, kv_heads, head_dim)).astype(np.float32) for n in rows.kv_lens]
+
+    num_pages = [-(-n // page_size) for n in rows.kv_lens]
+    width = max(num_pages) if max_pages is None else max_pages
+    ids = iter(random.permutation(np.arange(1, sum(num_pages) + 4)))
+    num_rows = len(rows.kv_lens) + num_padding_rows
+    table = np.zeros((num_rows, width), np.int32)
+    k_pages = np.full((sum(num_pages) + 4, page_size, kv_heads * head_dim), fill, np.float32)
+    v_pages = k_pages.copy()
+    for row, (length, q_len, n) in enumerate(zip(rows.kv_lens, rows.q_lens, num_pages)):
+        table[row, :n] = [next(ids) for _ in range(n)]
+        oldest = 0 if sliding_window is None else max(length - q_len + 1 - sliding_window, 0)
+        for position in range(oldest, length):
+            page, offset = table[row, position // page_size], position % page_size
+            k_pages[page, offset] = keys[row][position].reshape(-1)
+            v_pages[page, offset] = values[row][position].reshape(-1)
+    padding = ((0, num_padding_tokens + num_padding_rows), (0, 0), (0, 0))
+    has_chunks = any(n != 1 for n in rows.q_lens)
+    padded = np.pad(q, padding, constant_values=1.0) if has_chunks else np.pad(
+        q, ((0, num_padding_rows), (0, 0), (0, 0)), constant_values=1.0)
+    cu_q_lens = np.cumsum([0, *rows.q_lens, *[0] * num_padding_rows]).astype(np.int32)
+    kv_lens = np.array([*rows.kv_lens, *[0] * num_padding_rows], np.int32)
+    run = compiled(sm_scale=head_dim ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap, has_chunks=has_chunks)
+    out = np.asarray(run(padded, jnp.asarray(k_pages, dtype), jnp.asarray(v_pages, dtype), table, kv_lens, cu_q_lens,
+                         np.int32(rows.num_decode)))
+    expected = oracle(q, keys, values, rows, sm_scale=head_dim ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap)
+    np.testing.assert_allclose(out[:num_tokens], expected, atol=tolerance)
+    assert np.isfinite(out).all(), "padding tokens are not finite"
+    return out
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_attention_mixed_ragged_rows_match_the_oracle(page_size: int) -> None:
+    """N05: decode rows, chunks and padding rows in one batch; permuted pages; NaN wherever nobody may look."""
+    check(MIXED, page_size=page_size)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_attention_grouped_heads_match_the_oracle(group: int, head_dim: int) -> None:
+    check(Rows((3, 150, 20), (1, 1, 9)), heads=2 * group, kv_heads=2, head_dim=head_dim)
+
+
+def test_attention_single_kv_head_matches_the_oracle() -> None:
+    check(Rows((9, 40), (1, 30)), heads=3, kv_heads=1)
+
+
+@pytest.mark.parametrize("window", [1, 7, 130, 1000])
+def test_attention_sliding_window_sees_no_older_key(window: int) -> None:
+    """Keys older than the window of all of a row's queries are NaN."""
+    check(MIXED, page_size=4, sliding_window=window)
+
+
+def test_attention_soft_cap_matches_the_oracle() -> None:
+    check(MIXED, soft_cap=1.5)
+
+
+def test_attention_soft_cap_and_window_match_the_oracle() -> None:
+    check(MIXED, soft_cap=0.7, sliding_window=20, page_size=4)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_attention_decode_only_matches_the_oracle(page_size: int) -> None:
+    check(DECODE, page_size=page_size)
+
+
+def test_attention_decode_only_with_window_matches_the_oracle() -> None:
+    check(DECODE, page_size=4, sliding_window=9)
+
+
+def test_attention_chunks_only_match_the_oracle() -> None:
+    check(Rows((64, 128, 10), (64, 63, 10)), page_size=16)
+
+
+def test_attention_without_padding_matches_the_oracle() -> None:
+    check(Rows((30, 7), (1, 7)), num_padding_rows=0, num_padding_tokens=0)
+
+
+def test_attention_only_padding_rows_give_zeros() -> None:
+    out = check(Rows((), ()), num_padding_rows=4, max_pages=3)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("rows", [MIXED, DECODE])
+def test_attention_output_bits_do_not_depend_on_invisible_slots(rows: Rows) -> None:
+    """N05: 0, 1e4, NaN and infinity give the same bits."""
+    outputs = [check(rows, page_size=4, fill=fill) for fill in (0.0, 1e4, np.nan, np.inf, -np.inf)]
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_attention_table_width_does_not_change_the_bits() -> None:
+    """A page table that is no multiple of the key block must not read clamped pages."""
+    outputs = [check(MIXED, page_size=16, max_pages=width)[:sum(MIXED.q_lens)] for width in (19, 21, 40)]
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_attention_decode_row_bits_do_not_depend_on_neighbours() -> None:
+    """N02: a row's own result is the same alone and beside a longer one."""
+    random = np.random.default_rng(0)
+    pages = jnp.asarray(random.standard_normal((40, 16, 32)), jnp.float32)
+    table = np.arange(1, 39, dtype=np.int32).reshape(2, 19)
+    q = jnp.asarray(random.standard_normal((2, 4, 16)), jnp.float32)
+    run = compiled(sm_scale=0.25, has_chunks=False)
+    alone, together = (np.asarray(run(q, pages, pages, table, np.array([40, other], np.int32), np.array(cu, np.int32),
+                                      np.int32(n))) for other, cu, n in ((0, [0, 1, 1], 1), (300, [0, 1, 2], 2)))
+    assert np.array_equal(alone[0], together[0])
+
+
+def test_attention_bfloat16_pages_stay_close_to_the_oracle() -> None:
+    """Tolerance: q, keys and values rounded to 8 bits; the softmax itself is float32."""
+    check(Rows((40, 20), (1, 8)), dtype=jnp.bfloat16, tolerance=0.05)
+
+
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("has_chunks", [False, True])
+def test_attention_lowers_for_other_platforms(platform: str, has_chunks: bool, implementation: str | None) -> None:
+    num_tokens = 40 if has_chunks else 8
+    spec = jax.ShapeDtypeStruct
+    f = functools.partial(paged_attention, sm_scale=0.25, has_chunks=has_chunks, sliding_window=100,
+                          implementation=implementation)
+    pages = spec((32, 16, 128), jnp.bfloat16)
+    traced = jax.jit(f).trace(spec((num_tokens, 4, 64), jnp.float32), pages, pages, spec((8, 20), jnp.int32),
+                              spec((8,), jnp.int32), spec((9,), jnp.int32), spec((), jnp.int32))
+    assert "while" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_attention_unknown_implementation_is_refused() -> None:
+    zeros = jnp.zeros((1, 1, 2))
+    with pytest.raises(ValueError, match=r"implementation='fancy': expected one of .*'xla'.* or None"):
+        paged_attention(zeros, zeros, zeros, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32),
+                        jnp.zeros(2, jnp.int32), jnp.int32(0), sm_scale=1.0, implementation="fancy")
