@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "SmolLM2-135M-Instruct.Q4_1"
 
 SYSTEM = """You are an operations assistant for a small web shop. You solve a task step by step with the tools below. \
 In each step write one short line "Thought:" and one line "Action:" that calls exactly one tool. You then get a line \

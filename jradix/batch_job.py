@@ -1,7 +1,8 @@
 """The batch job: drives an LLM over a request file, lazily, and writes each answer as it finishes.
 
-The form of both files and what survives a kill are described in `jradix.batch_line` and `jradix.result_file`. Answers have OpenAI's shape; each
-choice also carries `token_ids` and `stop_reason`. Unknown text of a token is written as `token_id:<id>`.
+`jradix.batch_line` describes the request lines, `jradix.result_file` the results and what survives a kill. Answers have
+OpenAI's shape; each choice also carries `token_ids` and `stop_reason`. Unknown text of a token is written as
+`token_id:<id>`.
 """
 from __future__ import annotations
 
@@ -150,6 +151,11 @@ def run_batch(input_path: str | os.PathLike[str], output_path: str | os.PathLike
     return summary
 
 
+def _with_seed(params: SamplingParams, line: int, digest: int) -> SamplingParams:
+    """A seed of its own for a line that gives none: a resumed job then draws what an uninterrupted one would."""
+    return params if params.seed is not None else dataclasses.replace(params, seed=(digest + line) % 2**63)
+
+
 def _refusal(requests: RequestFile) -> str:
     listed = "".join(f"\n  line {line}: {reason}" for line, reason in requests.malformed)
     more = requests.num_malformed - len(requests.malformed)
@@ -229,7 +235,7 @@ class _BatchJob:
             self._open[index] = _OpenItem(line, digest, request.custom_id, request.messages is not None,
                                           request.params.logprobs, request.model not in (None, self._llm.model_name))
             index += 1
-            yield prompt, request.params
+            yield prompt, _with_seed(request.params, line, digest)
 
     def _write(self, item: _OpenItem, output: RequestOutput) -> None:
         if output.error is not None:

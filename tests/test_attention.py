@@ -33,24 +33,22 @@ DECODE = Rows((1, 2, 140, 257), (1, 1, 1, 1))
 def oracle(q: np.ndarray, keys: Sequence[np.ndarray], values: Sequence[np.ndarray], rows: Rows, *, sm_scale: float,
            sliding_window: int | None, soft_cap: float | None) -> np.ndarray:
     """float64[sum(q_lens), Hq, D] from contiguous keys and values [kv_len, Hkv, D] of each row."""
-    out = []
+    out = np.zeros(q.shape)
     start = 0
     for length, n, k, v in zip(rows.kv_lens, rows.q_lens, keys, values):
         heads, kv_heads = q.shape[1], k.shape[1]
         for i in range(n):
             position = length - n + i
             first = 0 if sliding_window is None else max(position + 1 - sliding_window, 0)
-            token = []
             for head in range(heads):
                 own = head * kv_heads // heads
                 scores = k[first:position + 1, own].astype(np.float64) @ q[start + i, head].astype(np.float64) * sm_scale
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
                 weights = np.exp(scores - scores.max())
-                token.append(weights / weights.sum() @ v[first:position + 1, own].astype(np.float64))
-            out.append(token)
+                out[start + i, head] = weights / weights.sum() @ v[first:position + 1, own].astype(np.float64)
         start += n
-    return np.array(out)
+    return out
 
 
 @functools.cache
@@ -104,33 +102,19 @@ def test_attention_mixed_ragged_rows_match_the_oracle(page_size: int) -> None:
     check(MIXED, page_size=page_size)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 16), (8, 64)])
 def test_attention_grouped_heads_match_the_oracle(group: int, head_dim: int) -> None:
     check(Rows((3, 150, 20), (1, 1, 9)), heads=2 * group, kv_heads=2, head_dim=head_dim)
 
 
-def test_attention_single_kv_head_matches_the_oracle() -> None:
-    check(Rows((9, 40), (1, 30)), heads=3, kv_heads=1)
-
-
-@pytest.mark.parametrize("window", [1, 7, 130, 1000])
+@pytest.mark.parametrize("window", [1, 7, 130])
 def test_attention_sliding_window_sees_no_older_key(window: int) -> None:
     """Keys older than the window of all of a row's queries are NaN."""
     check(MIXED, page_size=4, sliding_window=window)
 
 
-def test_attention_soft_cap_matches_the_oracle() -> None:
-    check(MIXED, soft_cap=1.5)
-
-
 def test_attention_soft_cap_and_window_match_the_oracle() -> None:
     check(MIXED, soft_cap=0.7, sliding_window=20, page_size=4)
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_attention_decode_only_matches_the_oracle(page_size: int) -> None:
-    check(DECODE, page_size=page_size)
 
 
 def test_attention_decode_only_with_window_matches_the_oracle() -> None:
@@ -138,16 +122,12 @@ def test_attention_decode_only_with_window_matches_the_oracle() -> None:
 
 
 def test_attention_chunks_only_match_the_oracle() -> None:
-    check(Rows((64, 128, 10), (64, 63, 10)), page_size=16)
-
-
-def test_attention_without_padding_matches_the_oracle() -> None:
-    check(Rows((30, 7), (1, 7)), num_padding_rows=0, num_padding_tokens=0)
+    check(Rows((64, 128, 10), (64, 63, 10)), page_size=16, kv_heads=1, num_padding_rows=0, num_padding_tokens=0)
 
 
 def test_attention_only_padding_rows_give_zeros() -> None:
     out = check(Rows((), ()), num_padding_rows=4, max_pages=3)
-    assert (out == 0).all()
+    assert out.shape == (4, 4, 16) and (out == 0).all()
 
 
 @pytest.mark.parametrize("rows", [MIXED, DECODE])
@@ -159,8 +139,8 @@ def test_attention_output_bits_do_not_depend_on_invisible_slots(rows: Rows) -> N
 
 def test_attention_table_width_does_not_change_the_bits() -> None:
     """A page table that is no multiple of the key block must not read clamped pages."""
-    outputs = [check(MIXED, page_size=16, max_pages=width)[:sum(MIXED.q_lens)] for width in (19, 21, 40)]
-    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+    outputs = [check(MIXED, page_size=16, max_pages=width)[:sum(MIXED.q_lens)] for width in (19, 40)]
+    assert np.array_equal(*outputs)
 
 
 def test_attention_decode_row_bits_do_not_depend_on_neighbours() -> None:

@@ -80,16 +80,27 @@ def test_run_writes_openai_results_in_input_order(tmp_path):
 
 
 def test_run_passes_unset_fields_as_none(tmp_path):
-    """P09: the batch asks for exactly what `LLM.generate` would with the same fields."""
-    write_requests(tmp_path, [chat("a", "x"), chat("b", "y", temperature=1.0)])
+    """P09: the batch asks for exactly what `LLM.generate` would with the same fields, and a seed."""
+    write_requests(tmp_path, [chat("a", "x"), chat("b", "y", temperature=1.0, seed=5)])
     llm = FakeLLM()
     run(tmp_path, llm)
-    assert [params for _, params in llm.asked] == [SamplingParams(), SamplingParams(temperature=1.0)]
+    asked = [params for _, params in llm.asked]
+    assert asked == [SamplingParams(seed=asked[0].seed), SamplingParams(temperature=1.0, seed=5)]
+
+
+def test_lines_without_seed_get_one_of_their_own_that_does_not_change(tmp_path):
+    write_requests(tmp_path, [{"prompt": "x"}, {"prompt": "x"}])
+    seeds = []
+    for _ in range(2):
+        llm = FakeLLM()
+        run(tmp_path, llm, overwrite=True)
+        seeds.append([params.seed for _, params in llm.asked])
+    assert seeds[0] == seeds[1] and None not in seeds[0] and seeds[0][0] != seeds[0][1]
 
 
 def test_equal_bodies_with_different_ids_give_a_line_each(tmp_path):
     """K05: three equal bodies, three results; a repeated id is an error record that names the first line."""
-    write_requests(tmp_path, [chat("a", "x"), chat("b", "x"), chat("c", "x"), chat("a", "y")])
+    write_requests(tmp_path, [chat("a", "x", seed=1), chat("b", "x", seed=1), chat("c", "x", seed=1), chat("a", "y")])
     summary = run(tmp_path)
     found = records(tmp_path)
     assert [record["custom_id"] for record in found] == ["a", "b", "c", "a"]
