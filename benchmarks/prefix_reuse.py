@@ -16,7 +16,7 @@ import numpy as np
 
 from jradix.llm import LLM
 from llm_runs import Run, add_llm_options, make_llm, run_workload, use_cache
-from report import Summary, print_report, summarise
+from report import Summary, print_result, print_table, summarise
 from workloads import SIZES, WORKLOADS, minimum_computed_tokens
 
 MODES = {True: "cache on", False: "cache off"}
@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         result["comparison"] = compare(results, runs)
         notes += [f"{name.replace('_', ' ')}: {value:.3g}" if isinstance(value, float) else f"{name}: {value}"
                   for name, value in result["comparison"].items()]
-    print_report("prefix_reuse", table, result, device=device, notes=notes)
+    print_table(f"{options.workload}, {options.size}", table, notes)
+    print_result("prefix_reuse", result, device)
     return 0
 
 

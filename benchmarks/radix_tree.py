@@ -16,7 +16,7 @@ import numpy as np
 
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.cache.radix_tree import RadixTree
-from report import Watch, print_report, summarise
+from report import Watch, print_result, print_table, summarise
 
 PROMPT_TOKENS = 100_000
 CHUNK_TOKENS = 512                 # a request commits its prompt in chunks of this size
@@ -68,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         table.append([name, wall.median, wall.p90, cpu.median, cpu.p90, unit, bound, holds])
         lines.append(dict(name=name.strip(), wall=wall, cpu=cpu, unit=unit, bound=bound, holds=holds))
     all_hold = all(line["holds"] is not False for line in lines)
-    print_report("radix_tree", table, dict(nodes=num_nodes, fanout=options.fanout, page_size=options.page_size,
-                                           rows=lines, all_hold=all_hold))
+    print_table("radix tree", table, [f"medians; bounds are on CPU time; {options.fanout} children per inner node"])
+    print_result("radix_tree", dict(nodes=num_nodes, fanout=options.fanout, page_size=options.page_size, rows=lines,
+                                    all_hold=all_hold))
     return 0 if all_hold else 1
 
 

@@ -65,19 +65,23 @@ def machine(device: str | None = None) -> dict[str, Any]:
     return found
 
 
-def print_report(name: str, table: Sequence[Sequence[Any]], result: dict[str, Any], *, device: str | None = None,
-                 notes: Sequence[str] = ()) -> None:
-    """Prints the table (its first row the headers), the notes, and everything in one JSON line at the end."""
-    where = machine(device)
-    print(f"{name} on {where.get('device') or 'the host alone'}; {where['cpu']}, {where['cores']} cores, "
-          f"load {where['load']}")
-    cells = [[_shown(cell) for cell in row] for row in table]
+def print_table(title: str, rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
+    """Prints rows in columns, the first row being the headers, and notes below them."""
+    print(title)
+    cells = [[_shown(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:
         print("  " + "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
                                for column, (cell, width) in enumerate(zip(row, widths))))
     for note in notes:
         print(f"  {note}")
+
+
+def print_result(name: str, result: dict[str, Any], device: str | None = None) -> None:
+    """Names the machine and prints everything in one JSON line; the last thing a benchmark prints."""
+    where = machine(device)
+    print(f"measured on {where['cpu']}, {where['cores']} cores, load {where['load']}"
+          + (f"; device {device}" if device else "; no device used"))
     print(json.dumps(dict(benchmark=name, machine=where, **_rounded(result))), flush=True)
 
 

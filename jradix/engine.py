@@ -517,7 +517,7 @@ class Engine:
 
 
 def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
-    """A page id, slot or page table beyond the device's arrays would be clamped there, not refused: so refuse it here."""
+    """Refuses what lies beyond the device's arrays: there a page id or slot would be clamped or dropped in silence."""
     if config.page_size != runner.page_size:
         raise ValueError(f"page_size={config.page_size}, but the runner was made with {runner.page_size}")
     for name in ("num_pages", "max_num_seqs", "max_pages_per_seq", "prefill_chunk_tokens"):

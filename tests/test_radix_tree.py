@@ -95,7 +95,8 @@ class Oracle:
         self.tree.check_invariants()
         num_locked = len(self.locked_prefixes())
         assert (self.tree.num_evictable_pages, self.tree.num_locked_pages) == (len(self.pages) - num_locked, num_locked)
-        assert sorted(page for node in self.tree.nodes() for page in node.pages[0].tolist()) == sorted(self.pages.values())
+        held = [page for node in self.tree.nodes() for page in node.pages[0].tolist()]
+        assert sorted(held) == sorted(self.pages.values())
         assert self.tree.root_locks() == len(self.locks)
 
 
@@ -139,7 +140,8 @@ def test_tree_random_operations_agree_with_dictionary(page_size: int, num_groups
     for _ in range(NUM_OPERATIONS):
         operation = rng.choice(["match", "insert", "insert", "lock", "unlock", "evict", "insert_below"])
         namespace, tokens = rng.choice(NAMESPACES), random_tokens(rng, page_size)
-        if operation in ("unlock", "insert_below") and not oracle.locks or operation == "lock" and len(oracle.locks) > 6:
+        if (operation in ("unlock", "insert_below") and not oracle.locks) or (operation == "lock"
+                                                                              and len(oracle.locks) > 6):
             operation = "match"
         done[operation] = done.get(operation, 0) + 1
         match operation:
@@ -280,6 +282,8 @@ def test_match_large_token_ids_keep_children_in_order() -> None:
         tree.insert([token], [page])
         tree.check_invariants()
     assert [tree.match([token]).pages.tolist() for token in ids] == [[[page]] for page in range(1, len(ids) + 1)]
+    in_order = [ids[child.pages[0, 0] - 1] for child in tree.match([]).node.children]
+    assert in_order == sorted(ids)
 
 
 def test_match_namespaces_with_equal_joined_text_stay_apart() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 import oracle
-from jradix.config import EngineConfig
+from jradix.config import EngineConfig, StepShapes
 from jradix.engine import Engine
 from jradix.models.config import ModelConfig, RopeConfig
 from jradix.models.decoder import Decoder, abstract_parameters, build_decoder
@@ -30,7 +30,9 @@ from jradix.weights.loader import parameter_sources
 from toy_models import FAMILIES, toy_config, toy_weights
 
 CPU = jax.devices("cpu")[0]
-SIZES = dict(num_pages=128, max_model_len=128, max_num_seqs=8, prefill_chunk_tokens=64)
+POOL_TOKENS = 1024
+SIZES = dict(max_model_len=128, max_num_seqs=8, prefill_chunk_tokens=64)
+RIGGED_SHAPE = (16, 64)   # first tokens, positions
 TIE = 1e-4   # float32 sums of 64 terms over 2 layers are exact to about 1e-5: closer logits may change places
 MAX_STEPS = 2000
 
@@ -60,7 +62,7 @@ def toy_decoder(config: ModelConfig, weights: Mapping[str, np.ndarray]) -> Decod
     return build_decoder(config, jnp.float32, arrays)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ToyLM:
     """A random model with the tensors it was made of."""
     config: ModelConfig
@@ -70,11 +72,10 @@ class ToyLM:
         """REF: float64[T, V] of one whole sequence, no cache, no padding."""
         return oracle.forward(self.weights, self.config, tokens)
 
-    def assert_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def assert_greedy(self, prompt: Sequence[int], output: Sequence[int], num_tokens: int | None = None) -> None:
         """Each output token is the best one of REF, or within `TIE` of it."""
-        assert len(output) > 0
-        logits = self.logits([*prompt, *output])[len(prompt) - 1:-1]
-        behind = logits.max(axis=1) - logits[np.arange(len(output)), output]
+        assert len(output) == num_tokens or num_tokens is None and output, (num_tokens, output)
+        behind = _behind_the_best(self, tuple(prompt), tuple(output))
         assert behind.max() <= TIE, f"token {int(behind.argmax())} of {list(output)} is {behind.max():.3g} behind the best"
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
@@ -84,28 +85,43 @@ class ToyLM:
         return logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
 
 
+@functools.lru_cache(maxsize=4096)
+def _behind_the_best(lm: ToyLM, prompt: tuple[int, ...], output: tuple[int, ...]) -> np.ndarray:
+    logits = lm.logits([*prompt, *output])[len(prompt) - 1:-1]
+    return logits.max(axis=1) - logits[np.arange(len(output)), list(output)]
+
+
 @functools.cache
 def toy_lm(architecture: str = "llama", seed: int = 0, **overrides: Any) -> ToyLM:
     hf = toy_config(architecture, **overrides)
     return ToyLM(toy_model_config(architecture, **overrides), toy_weights(hf, seed))
 
 
-def new_runner(lm: ToyLM, *, num_valid_tokens: int | None = None, kv_dtype: Any = jnp.float32, **sizes: Any
-               ) -> ModelRunner:
-    """A runner of its own, for tests that close it, break it or replace its weights."""
-    return ModelRunner(toy_decoder(lm.config, lm.weights), lm.config, EngineConfig(**{**SIZES, **sizes}), device=CPU,
-                       kv_dtype=jnp.dtype(kv_dtype), num_valid_tokens=num_valid_tokens)
+def new_runner(lm: ToyLM | None = None, *, all_shapes: bool = False, **sizes: Any) -> ModelRunner:
+    """A runner of its own, for tests that close it, break it or replace its weights.
+
+    Args:
+      all_shapes: every bucket of the engine, not one of rows and one of chunk tokens (two forward programs in all).
+    """
+    lm = lm or toy_lm()
+    return _few_shapes(ModelRunner(toy_decoder(lm.config, lm.weights), lm.config,
+                                   _config(**sizes), device=CPU, kv_dtype=jnp.dtype(jnp.float32)), all_shapes)
+
+
+def _config(page_size: int = 4, **sizes: Any) -> EngineConfig:
+    return EngineConfig(page_size=page_size, **{**SIZES, "num_pages": POOL_TOKENS // page_size, **sizes})
+
+
+def _few_shapes(runner: ModelRunner, all_shapes: bool = False) -> ModelRunner:
+    if not all_shapes:
+        runner.shapes = StepShapes(runner.shapes.row_buckets[-1:], (0, runner.shapes.chunk_buckets[-1]))
+    return runner
 
 
 @functools.cache
-def toy_runner(architecture: str = "llama", *, seed: int = 0, page_size: int = 4, num_valid_tokens: int | None = None,
-               sliding_window: int | None = None, vocab_size: int = 64, **sizes: Any) -> ModelRunner:
+def toy_runner(lm: ToyLM | None = None, **sizes: Any) -> ModelRunner:
     """A shared runner; its compiled programs stay between tests."""
-    overrides = dict(vocab_size=vocab_size)
-    if sliding_window is not None:
-        overrides["sliding_window"] = sliding_window
-    return new_runner(toy_lm(architecture, seed, **overrides), num_valid_tokens=num_valid_tokens, page_size=page_size,
-                      **sizes)
+    return new_runner(lm, **sizes)
 
 
 class RiggedLM(nnx.Module):
@@ -119,7 +135,7 @@ class RiggedLM(nnx.Module):
     """
 
     def __init__(self, table: np.ndarray) -> None:
-        self.table = nnx.Param(jnp.asarray(table, jnp.float32))
+        self.table = nnx.Param(jax.device_put(np.asarray(table, np.float32), CPU))
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         first = jnp.where(positions == 0, tokens + 1, 0).astype(jnp.float32)
@@ -139,18 +155,40 @@ def rigged_config(vocab_size: int) -> ModelConfig:
 
 
 def rigged_runner(table: np.ndarray, *, num_valid_tokens: int | None = None, **sizes: Any) -> ModelRunner:
-    """A runner over a `RiggedLM`; `set_table` changes the logits without compiling again."""
-    return ModelRunner(RiggedLM(table), rigged_config(table.shape[-1]), EngineConfig(**{**SIZES, "page_size": 4, **sizes}),
-                       device=CPU, kv_dtype=jnp.dtype(jnp.float32), num_valid_tokens=num_valid_tokens)
+    """A runner over a `RiggedLM`; its `replace_weights(RiggedLM(...))` changes the logits without compiling again."""
+    return _few_shapes(ModelRunner(
+        RiggedLM(table), rigged_config(table.shape[-1]), _config(**sizes),
+        device=CPU, kv_dtype=jnp.dtype(jnp.float32), num_valid_tokens=num_valid_tokens))
 
 
-def table_for(outputs: Mapping[int, Sequence[int]], *, prompt_len: int, vocab_size: int = 64, num_positions: int = 128
-              ) -> np.ndarray:
+@functools.cache
+def _shared_rigged_runner(vocab_size: int, num_valid_tokens: int | None) -> ModelRunner:
+    return rigged_runner(np.zeros(RIGGED_SHAPE + (vocab_size,), np.float32), num_valid_tokens=num_valid_tokens,
+                         max_model_len=RIGGED_SHAPE[1], prefill_chunk_tokens=32)
+
+
+def rigged_engine(table: np.ndarray | Mapping[int, Sequence[int]], *, prompt_len: int = 3, vocab_size: int = 64,
+                  num_valid_tokens: int | None = None, **options: Any) -> Engine:
+    """An engine over a `RiggedLM` on a shared runner.
+
+    Args:
+      table: logits of shape RIGGED_SHAPE + (vocab_size,), or what `table_for` makes them from.
+      options: of `make_engine`.
+    """
+    if isinstance(table, Mapping):
+        table = table_for(table, prompt_len=prompt_len, vocab_size=vocab_size)
+    assert table.shape == RIGGED_SHAPE + (vocab_size,), table.shape
+    runner = _shared_rigged_runner(vocab_size, num_valid_tokens)
+    runner.replace_weights(RiggedLM(table))
+    return make_engine(runner, **options)
+
+
+def table_for(outputs: Mapping[int, Sequence[int]], *, prompt_len: int, vocab_size: int = 64) -> np.ndarray:
     """Logits under which a prompt of `prompt_len` tokens that begins with token f greedily gives `outputs[f]`.
 
-    Positions before and after prefer token 0 a little; the chosen tokens lead by 10.
+    All other positions prefer token 0 a little; the chosen tokens lead by 10.
     """
-    table = np.zeros((max(outputs) + 1, num_positions, vocab_size), np.float32)
+    table = np.zeros(RIGGED_SHAPE + (vocab_size,), np.float32)
     table[:, :, 0] = 1
     for first, tokens in outputs.items():
         for i, token in enumerate(tokens):

@@ -221,7 +221,9 @@ class Scheduler:
     def _admit(self, prefill: list[Row], budget: int) -> list[Request]:
         """Starts waiting requests while slots, budget and pages last; adds their first chunks to `prefill`."""
         admitted: list[Request] = []
-        window = [r for r in self._preempted if r.num_in_flight == 0]
+        if any(r.num_in_flight for r in self._preempted):
+            return admitted     # they resume first, once their tokens are known: nobody takes what they gave up
+        window = list(self._preempted)
         window += islice(self._waiting.values(), max(self.config.admission_window - len(window), 0))
         if not (window and self._free_slots and budget):
             return admitted
@@ -325,11 +327,11 @@ class Scheduler:
             self.counters.num_computed_tokens += row.num_tokens + max(row.num_samples - 1, 0)
         for row in prefill:
             request = row.request
-            if request.num_preemptions:
-                self.counters.num_recomputed_tokens += row.num_tokens
-            else:
-                request.num_computed_prompt += row.num_tokens
-                self.counters.num_computed_prompt_tokens += row.num_tokens
+            num_had = request.num_cached_tokens + request.num_computed_prompt    # also before a preemption
+            num_first = max(min(row.start + row.num_tokens, request.num_prompt) - max(row.start, num_had), 0)
+            request.num_computed_prompt += num_first
+            self.counters.num_computed_prompt_tokens += num_first
+            self.counters.num_recomputed_tokens += row.num_tokens - num_first
             if request.num_computed >= request.num_prompt:
                 request.first_logit = None     # all wanted prompt logits are on their way
             self.cache.commit(request.lease, request.tokens[:min(request.num_computed, request.num_tokens)])

@@ -1,0 +1,82 @@
+"""Writes into KV pages: only the named slots change, a slot outside the array changes none."""
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jradix.ops.kv_cache import KVCache, kv_page_bytes, make_kv_cache, write_pages
+from toy_engine import CPU, drain, greedy, make_engine, toy_runner
+
+PAGES = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2) + 1
+
+
+def write(values: np.ndarray, slots: list[int], pages: np.ndarray = PAGES) -> np.ndarray:
+    return np.asarray(jax.jit(write_pages)(jnp.asarray(pages), jnp.asarray(values, jnp.float32), np.array(slots, np.int32)))
+
+
+def test_write_pages_named_slots_change_and_no_other() -> None:
+    out = write([[-1, -2], [-3, -4]], [5, 30])
+    expected = PAGES.copy()
+    expected[1, 1], expected[7, 2] = (-1, -2), (-3, -4)
+    assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("slot", [8 * 4, 8 * 4 + 3, 10**6, 2**31 - 1, -1, -4, -32, -2**31])
+def test_write_pages_slot_outside_the_array_is_dropped(slot: int) -> None:
+    """N03: page 8 of 8, and page -1: neither clamped to the last page nor wrapped to it."""
+    assert np.array_equal(write([[-1, -2], [-3, -4]], [slot, 1])[1:], PAGES[1:])
+
+
+def test_write_pages_casts_to_the_pages_type() -> None:
+    pages = write_pages(jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.asarray([[1.00390625]]), jnp.asarray([1]))
+    assert pages.dtype == jnp.bfloat16 and pages[0, 1, 0] == 1.0
+
+
+@pytest.mark.parametrize("field, value", [("num_pages", 257), ("max_num_seqs", 9), ("max_model_len", 132),
+                                          ("prefill_chunk_tokens", 72), ("page_size", 8)])
+def test_engine_larger_than_its_runner_is_refused(field: str, value: int) -> None:
+    """N03: an allocator that is told of more pages than the arrays have never starts."""
+    with pytest.raises(ValueError, match=field if field != "max_model_len" else "max_pages_per_seq"):
+        make_engine(toy_runner(), **{field: value})
+
+
+def test_make_kv_cache_has_the_scratch_page_and_the_stated_bytes() -> None:
+    kv = make_kv_cache(num_layers=3, num_pages=7, page_size=4, kv_width=16, dtype=jnp.float32, device=CPU)
+    assert {a.shape for a in (*kv.k, *kv.v)} == {(8, 4, 16)} and len(kv.k) == len(kv.v) == 3
+    page = kv_page_bytes(num_layers=3, page_size=4, kv_width=16, dtype=jnp.float32)
+    assert sum(a.nbytes for a in (*kv.k, *kv.v)) == 8 * page
+    assert all(a.committed for a in (*kv.k, *kv.v))
+
+
+def snapshot(kv: KVCache) -> list[np.ndarray]:
+    return [np.array(jnp.copy(a)) for a in (*kv.k, *kv.v)]
+
+
+@pytest.mark.parametrize("num_tokens, num_output", [(3, 1), (3, 5), (40, 3)])
+def test_step_padding_writes_only_the_scratch_page_and_own_slots(num_tokens: int, num_output: int) -> None:
+    """N04: a batch of one padded to 8 rows and 16 or more tokens; another request's pages keep every bit.
+
+    Covers a whole prompt, decoding, and a prompt in chunks.
+    """
+    runner = toy_runner()
+    engine = make_engine(runner, prefill_chunk_tokens=16)
+    engine.add_request([9, 8, 7, 6, 5], greedy(4))
+    drain(engine)
+    others = [int(p) for node in engine.cache.tree.nodes() for p in node.pages[0]]
+    assert others
+    before = snapshot(runner.kv)
+    request_id = engine.add_request(list(range(3, 3 + num_tokens)), greedy(num_output))
+    own = np.zeros(before[0].shape[:2], bool)
+    own[0] = True
+    while engine.has_unfinished:
+        outputs = engine.step()
+        for request in engine.scheduler.requests():     # while it runs, its page table names what was written so far
+            for position in range(request.num_computed):
+                own[request.lease.page_table[0, position // 4], position % 4] = True
+    assert [out.request_id for out in outputs] == [request_id]
+    assert own[1:].sum() == num_tokens + num_output - 1
+    for old, new in zip(before, snapshot(runner.kv)):
+        assert np.array_equal(old[others], new[others])
+        assert not ((old != new).any(axis=2) & ~own).any()
