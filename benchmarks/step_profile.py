@@ -200,18 +200,19 @@ def make_pieces(runner: ModelRunner, model: Decoder, model_config: ModelConfig, 
     """The whole step of a case and its parts; each call runs one of them and waits for it."""
     num_tokens, context = case.chunk or case.rows, case.context
     shape = runner.shapes.fit(case.rows, num_tokens, 0 if case.chunk else case.rows)
-    assert shape.num_rows == case.rows, f"{case.name}: no row bucket of this size among {runner.shapes.row_buckets}"
+    assert case.chunk or shape.num_rows == case.rows, f"{case.name}: no such row bucket in {runner.shapes.row_buckets}"
     packed = runner.layout(shape).allocate()
     batch = runner.layout(shape).step_batch(packed.ints)
     pages = -(-context // PAGE_SIZE)
     rng = np.random.default_rng(0)
     batch.tokens[:num_tokens] = rng.integers(0, runner.num_valid_tokens, num_tokens)
     batch.token_src.fill(-1)
-    batch.cu_q_lens[1:] = [num_tokens] if case.chunk else np.arange(1, case.rows + 1)
-    batch.kv_lens.fill(context)
-    batch.page_table[:, :, :pages] = 1 + rng.permutation(case.rows * pages).reshape(case.rows, pages)
-    batch.row_slots[:] = np.arange(case.rows)
-    batch.is_sampled.fill(1)
+    batch.cu_q_lens[1:] = num_tokens if case.chunk else np.arange(1, case.rows + 1)
+    batch.kv_lens[:case.rows] = context
+    batch.page_table[:, :case.rows, :pages] = 1 + rng.permutation(case.rows * pages).reshape(case.rows, pages)
+    batch.row_slots[:] = runner.spare_slot
+    batch.row_slots[:case.rows] = np.arange(case.rows)
+    batch.is_sampled[:case.rows] = 1
     batch.num_decode[0] = 0 if case.chunk else case.rows
 
     _, leaves, merge = split_model(model)

@@ -69,7 +69,7 @@ class EngineConfig:
 
 
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-CHUNK_BUCKETS = (32, 128, 512, 2048, 8192)
+CHUNK_BUCKETS = (32, 64, 128, 256, 512, 2048, 8192)
 MAX_PROGRAMS = 24
 
 
@@ -91,34 +91,49 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepShapes:
-    """All compiled shapes of an engine: a forward pass per pair of a row and a chunk bucket, a sampler per row bucket.
+    """All compiled shapes of an engine, ascending.
 
-    Padding rows and tokens cost time and every program costs a compilation, so the lists are short: at most
-    `MAX_PROGRAMS` programs with the two that have one shape each, dropping the small buckets that save least.
+    Padding costs time and every shape costs a compilation. Steps of decode rows alone are the many, so they get all row
+    buckets; steps with prefill chunks get few of these, and many chunk buckets instead. With a sampler per row bucket
+    and two programs of one shape there are at most `MAX_PROGRAMS`.
+
+    Attributes:
+      row_buckets: S of steps without chunks.
+      chunk_row_buckets: S of steps with chunks, some of the row buckets.
+      chunk_buckets: C of steps with chunks.
     """
     row_buckets: tuple[int, ...]
+    chunk_row_buckets: tuple[int, ...]
     chunk_buckets: tuple[int, ...]
 
     @classmethod
     def for_engine(cls, config: EngineConfig) -> StepShapes:
         rows = _buckets(ROW_BUCKETS, config.max_num_seqs)
-        chunks = (0, *_buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8))
-        while len(rows) * (len(chunks) + 1) + 2 > MAX_PROGRAMS:
-            if len(rows) > 3:
-                rows = rows[:1] + rows[2:]
+        chunks = _buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8)
+        while True:
+            shapes = cls(rows, tuple(sorted({rows[min(1, len(rows) - 1)], rows[-1]})), chunks)
+            if shapes.num_programs <= MAX_PROGRAMS:
+                return shapes
+            if len(chunks) > 5:
+                chunks = chunks[1:]
             else:
-                chunks = chunks[:1] + chunks[2:]
-        return cls(rows, chunks)
+                rows = rows[:1] + rows[2:]
+
+    @property
+    def num_programs(self) -> int:
+        """Forward passes, a sampler per row bucket, prompt log-probabilities, and the setting of a row's history."""
+        return len(self.all()) + len(self.row_buckets) + 2
 
     def all(self) -> list[StepShape]:
-        return [StepShape(rows, chunk) for chunk in self.chunk_buckets for rows in self.row_buckets]
+        return [*(StepShape(rows, 0) for rows in self.row_buckets),
+                *(StepShape(rows, chunk) for chunk in self.chunk_buckets for rows in self.chunk_row_buckets)]
 
     def fit(self, num_rows: int, num_tokens: int, num_decode: int) -> StepShape:
         """The smallest shape with room for `num_rows` rows and `num_tokens` tokens, `num_decode` of them decode rows."""
-        rows = _first_at_least(self.row_buckets, num_rows, "rows")
         if num_tokens == num_decode:
-            return StepShape(rows, 0)
-        return StepShape(rows, _first_at_least(self.chunk_buckets[1:], num_tokens - num_decode, "chunk tokens"))
+            return StepShape(_first_at_least(self.row_buckets, num_rows, "rows"), 0)
+        return StepShape(_first_at_least(self.chunk_row_buckets, num_rows, "rows"),
+                         _first_at_least(self.chunk_buckets, num_tokens - num_decode, "chunk tokens"))
 
 
 def _buckets(ladder: tuple[int, ...], largest: int) -> tuple[int, ...]:

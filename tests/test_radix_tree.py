@@ -111,7 +111,7 @@ def naive_evict(tree: RadixTree, num_pages: int) -> list[int]:
     evicted: list[int] = []
     while len(evicted) < num_pages:
         leaves = [node for node in nodes if left[id(node)] and not node.lock_count
-                  and not any(left[id(child)] for child in node.children)]
+                  and not any(left[id(child)] for child in (node.children or {}).values())]
         if not leaves:
             break
         victim = left[id(min(leaves, key=lambda node: node.last_used))]
@@ -282,7 +282,7 @@ def test_match_large_token_ids_keep_children_in_order() -> None:
         tree.insert([token], [page])
         tree.check_invariants()
     assert [tree.match([token]).pages.tolist() for token in ids] == [[[page]] for page in range(1, len(ids) + 1)]
-    in_order = [ids[child.pages[0, 0] - 1] for child in tree.match([]).node.children]
+    in_order = [ids[child.pages[0, 0] - 1] for child in tree.match([]).node.children.values()]
     assert in_order == sorted(ids)
 
 

@@ -247,7 +247,7 @@ def test_multi_step_plan_always_samples_and_says_how_far() -> None:
 
 def test_shapes_default_configuration_has_at_most_24_programs() -> None:
     shapes = StepShapes.for_engine(EngineConfig())
-    assert len(shapes.all()) + len(shapes.row_buckets) + 2 <= MAX_PROGRAMS == 24
+    assert len(shapes.all()) + len(shapes.row_buckets) + 2 == shapes.num_programs <= MAX_PROGRAMS == 24
 
 
 def test_shapes_of_many_configurations_stay_few_and_reach_their_limits() -> None:
@@ -256,10 +256,11 @@ def test_shapes_of_many_configurations_stay_few_and_reach_their_limits() -> None
                                               (1, 7, 8, 31, 32, 33, 100, 512, 513, 2000, 2048, 8192, 20_000)):
         shapes = StepShapes.for_engine(EngineConfig(max_num_seqs=num_seqs, prefill_chunk_tokens=budget))
         assert len(shapes.all()) + len(shapes.row_buckets) + 2 <= MAX_PROGRAMS
-        assert len(set(shapes.all())) == len(shapes.all()) == len(shapes.row_buckets) * len(shapes.chunk_buckets)
-        for buckets in (shapes.row_buckets, shapes.chunk_buckets):
+        assert len(set(shapes.all())) == len(shapes.all())
+        for buckets in (shapes.row_buckets, shapes.chunk_row_buckets, shapes.chunk_buckets):
             assert list(buckets) == sorted(set(buckets))
-        assert shapes.row_buckets[-1] == num_seqs and shapes.chunk_buckets[0] == 0
+        assert shapes.row_buckets[-1] == shapes.chunk_row_buckets[-1] == num_seqs
+        assert set(shapes.chunk_row_buckets) <= set(shapes.row_buckets)
         assert budget <= shapes.chunk_buckets[-1] < budget + 8 and shapes.chunk_buckets[-1] % 8 == 0
 
 
@@ -279,7 +280,8 @@ def test_fit_is_the_smallest_shape_with_room(num_seqs: int, budget: int) -> None
                 continue
             num_decode = num_rows - (num_chunk > 0)
             fitted = shapes.fit(num_rows, num_decode + num_chunk, num_decode)
-            roomy = [s for s in shapes.all() if s.num_rows >= num_rows and s.num_chunk_tokens >= num_chunk]
+            roomy = [s for s in shapes.all() if s.num_rows >= num_rows and s.num_chunk_tokens >= num_chunk
+                     and bool(s.num_chunk_tokens) == bool(num_chunk)]
             assert fitted == min(roomy, key=lambda s: s.num_tokens)
             assert fitted.num_tokens >= num_decode + num_chunk and fitted in shapes.all()
 

@@ -114,7 +114,8 @@ def _config(page_size: int = 4, **sizes: Any) -> EngineConfig:
 
 def _few_shapes(runner: ModelRunner, all_shapes: bool = False) -> ModelRunner:
     if not all_shapes:
-        runner.shapes = StepShapes(runner.shapes.row_buckets[-1:], (0, runner.shapes.chunk_buckets[-1]))
+        runner.shapes = StepShapes(runner.shapes.row_buckets[-1:], runner.shapes.row_buckets[-1:],
+                                   runner.shapes.chunk_buckets[-1:])
     return runner
 
 

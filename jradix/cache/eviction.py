@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import Callable, Protocol
 
 
@@ -13,36 +14,46 @@ class Evictable(Protocol):
 
 
 class LruQueue:
-    """Leaves by time of last use, least recent first, in O(log n) amortised per victim.
+    """Leaves by time of last use, least recent first.
 
-    A node is in the heap at most once (`is_queued`). Its entry keeps the time it was queued with; a node used since
-    then is pushed back with its new time when the old entry surfaces, so that a use costs nothing here.
+    A node is in the queue at most once (`is_queued`), with the time it was queued at. A node used since then is queued
+    again with its new time when its old entry surfaces, so that a use costs nothing here. Most nodes are queued right
+    after their last use and so arrive in order: those stand in a plain queue, O(1) each. The others, such as parents
+    that have lost their last child, stand in a heap, O(log n) each.
     """
 
     def __init__(self) -> None:
+        self._in_order: deque[tuple[int, Evictable]] = deque()
         self._heap: list[tuple[int, int, Evictable]] = []
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._in_order) + len(self._heap)
 
     def add(self, node: Evictable) -> None:
         """Queues a node that has become an unlocked leaf."""
         if not node.is_queued:
             node.is_queued = True
-            heapq.heappush(self._heap, (node.last_used, node.serial, node))
+            self._push(node)
 
     def pop(self, is_evictable: Callable[[Evictable], bool]) -> Evictable | None:
         """Takes out the least recently used node for which `is_evictable` holds; the others met are dropped."""
-        heap = self._heap
-        while heap:
-            queued_at, _, node = heap[0]
-            if not is_evictable(node):
-                heapq.heappop(heap)
-                node.is_queued = False
-            elif node.last_used != queued_at:
-                heapq.heapreplace(heap, (node.last_used, node.serial, node))
+        in_order, heap = self._in_order, self._heap
+        while in_order or heap:
+            if in_order and (not heap or in_order[0][0] <= heap[0][0]):
+                queued_at, node = in_order.popleft()
             else:
-                heapq.heappop(heap)
+                queued_at, _, node = heapq.heappop(heap)
+            if is_evictable(node):
+                if node.last_used == queued_at:
+                    node.is_queued = False
+                    return node
+                self._push(node)
+            else:
                 node.is_queued = False
-                return node
         return None
+
+    def _push(self, node: Evictable) -> None:
+        if not self._in_order or node.last_used >= self._in_order[-1][0]:
+            self._in_order.append((node.last_used, node))
+        else:
+            heapq.heappush(self._heap, (node.last_used, node.serial, node))

@@ -7,15 +7,16 @@ An edge holds a slice of tokens, a whole number of pages, and the ids of their p
                                                                  +-- [turn 2' ...]
 
 Tokens are kept as big-endian bytes, so that comparing bytes compares token sequences in order: whole edges with one
-memory comparison, children by bisection over the bytes of their first page. Nothing is hashed but the namespace.
+memory comparison. Children are kept in the order of their first page's tokens and found by these tokens themselves, so
+that two different prefixes can never be taken for one another.
 """
 from __future__ import annotations
 
-from bisect import bisect_left
 from itertools import count
 from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
+from sortedcontainers import SortedDict
 
 from jradix.cache.eviction import LruQueue
 
@@ -36,14 +37,13 @@ class Node:
     Invariants: every node but a root has at least one page; a locked node's ancestors are locked;
     `last_used` of a node is not older than that of its children.
     """
-    __slots__ = ("key", "pages", "parent", "child_keys", "children", "lock_count", "last_used", "serial", "is_queued")
+    __slots__ = ("key", "pages", "parent", "children", "lock_count", "last_used", "serial", "is_queued")
 
     def __init__(self, key: bytes, pages: np.ndarray, parent: Node | None, serial: int, last_used: int):
         self.key = key                        # tokens of the edge, big-endian
         self.pages = pages                    # int32[G, n]
         self.parent = parent                  # None: a root, or no longer in the tree
-        self.child_keys: list[bytes] = []     # first page of each child, sorted
-        self.children: list[Node] = []        # in the order of child_keys
+        self.children: SortedDict | None = None    # first page's tokens -> Node; None for a leaf
         self.lock_count = 0
         self.last_used = last_used
         self.serial = serial
@@ -52,6 +52,16 @@ class Node:
     @property
     def num_pages(self) -> int:
         return self.pages.shape[1]
+
+    def add_child(self, first: bytes, child: Node) -> None:
+        if self.children is None:
+            self.children = SortedDict()
+        self.children[first] = child
+
+    def remove_child(self, first: bytes) -> None:
+        del self.children[first]
+        if not self.children:
+            self.children = None
 
 
 class Match(NamedTuple):
@@ -182,7 +192,10 @@ class RadixTree:
                 node = self._split(node, num_node_pages)
             node = self._add_leaf(node, query[num_existing * self._page_bytes:], pages[:, num_existing:].copy())
             num_node_pages = node.num_pages
-        self._touch(node)
+            self._touch(node)
+            self._queue.add(node)
+        else:
+            self._touch(node)
         whole = np.concatenate([*existing, pages[:, num_existing:]], axis=1)
         return Inserted(Match(node, num_node_pages, whole, num_pages * self.page_size, namespace), num_existing)
 
@@ -199,15 +212,18 @@ class RadixTree:
             if node is None:
                 break
             n = min(missing, node.num_pages)
-            evicted.append(node.pages[:, node.num_pages - n:])
             missing -= n
             self.num_evictable_pages -= n
             if n == node.num_pages:
+                evicted.append(node.pages)
                 self._remove(node)
             else:
+                evicted.append(node.pages[:, node.num_pages - n:])
                 node.pages = node.pages[:, :node.num_pages - n].copy()
                 node.key = node.key[:node.num_pages * self._page_bytes]
                 self._queue.add(node)
+        if len(evicted) == 1:
+            return evicted[0]
         return np.concatenate(evicted, axis=1) if evicted else self._no_pages()
 
     def nodes(self) -> Iterator[Node]:
@@ -217,7 +233,7 @@ class RadixTree:
             node = stack.pop()
             if node.parent is not None:
                 yield node
-            stack += node.children
+            stack += node.children.values() if node.children else ()
 
     def root_locks(self) -> int:
         """Locks held, over all namespaces."""
@@ -230,13 +246,15 @@ class RadixTree:
             assert root.parent is None and root.num_pages == 0, "a root has pages"
         for node in self.nodes():
             assert node.num_pages > 0 and len(node.key) == node.num_pages * self._page_bytes, "key and pages differ"
-            assert node.child_keys == sorted(set(node.child_keys)), "children out of order"
-            assert node.child_keys == [c.key[:self._page_bytes] for c in node.children], "child keys are stale"
-            assert all(c.parent is node for c in node.children), "a child has another parent"
-            children_locks = sum(c.lock_count for c in node.children)
+            children = list(node.children.values()) if node.children else []
+            first_pages = [c.key[:self._page_bytes] for c in children]
+            assert first_pages == (list(node.children) if children else []), "child keys are stale"
+            assert first_pages == sorted(set(first_pages)), "children out of order"
+            assert all(c.parent is node for c in children), "a child has another parent"
+            children_locks = sum(c.lock_count for c in children)
             assert node.lock_count >= children_locks, "a locked node below an unlocked one"
-            assert node.last_used >= max((c.last_used for c in node.children), default=0), "child used after parent"
-            assert node.is_queued or node.children or node.lock_count, "an unlocked leaf is not queued"
+            assert node.last_used >= max((c.last_used for c in children), default=0), "child used after parent"
+            assert node.is_queued or children or node.lock_count, "an unlocked leaf is not queued"
             evictable += 0 if node.lock_count else node.num_pages
             locked += node.num_pages if node.lock_count else 0
         assert (evictable, locked) == (self.num_evictable_pages, self.num_locked_pages), (
@@ -250,11 +268,10 @@ class RadixTree:
         path: list[Node] = []
         num_node_pages = node.num_pages
         while position < end:
-            first = query[position:position + width]
-            i = bisect_left(node.child_keys, first)
-            if i == len(node.child_keys) or node.child_keys[i] != first:
+            child = node.children.get(query[position:position + width]) if node.children else None
+            if child is None:
                 break
-            node = node.children[i]
+            node = child
             path.append(node)
             num_node_pages = node.num_pages
             if not query.startswith(node.key, position):
@@ -280,25 +297,20 @@ class RadixTree:
         parent, cut = node.parent, num_pages * self._page_bytes
         upper = Node(node.key[:cut], node.pages[:, :num_pages].copy(), parent, next(self._serial), node.last_used)
         upper.lock_count = node.lock_count
-        parent.children[bisect_left(parent.child_keys, node.key[:self._page_bytes])] = upper
+        parent.children[node.key[:self._page_bytes]] = upper
         node.key, node.pages, node.parent = node.key[cut:], node.pages[:, num_pages:].copy(), upper
-        upper.child_keys, upper.children = [node.key[:self._page_bytes]], [node]
+        upper.add_child(node.key[:self._page_bytes], node)
         return upper
 
     def _add_leaf(self, parent: Node, key: bytes, pages: np.ndarray) -> Node:
         node = Node(key, pages, parent, next(self._serial), parent.last_used)
-        first = key[:self._page_bytes]
-        i = bisect_left(parent.child_keys, first)
-        parent.child_keys.insert(i, first)
-        parent.children.insert(i, node)
+        parent.add_child(key[:self._page_bytes], node)
         self.num_evictable_pages += node.num_pages
-        self._queue.add(node)
         return node
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
-        i = bisect_left(parent.child_keys, node.key[:self._page_bytes])
-        del parent.child_keys[i], parent.children[i]
+        parent.remove_child(node.key[:self._page_bytes])
         node.parent = None
         if _is_unlocked_leaf(parent):
             self._queue.add(parent)
