@@ -94,7 +94,6 @@ class StepLayout:
 
     def __init__(self, shape: StepShape, *, num_groups: int, max_pages: int, num_logit_rows: int):
         self.shape = shape
-        self.num_logit_rows = num_logit_rows
         rows = shape.num_rows
         self._ints: dict[str, tuple[int, ...]] = dict(
             tokens=(shape.num_tokens,), token_src=(rows,), cu_q_lens=(rows + 1,), kv_lens=(rows,),
@@ -104,12 +103,18 @@ class StepLayout:
             top_k=(rows,), seeds=(rows, 2))
         self._row_floats: dict[str, tuple[int, ...]] = dict.fromkeys(
             ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), (rows,))
+        self._num_ints, self._num_row_ints, self._num_row_floats = (
+            sum(map(math.prod, shapes.values())) for shapes in (self._ints, self._row_ints, self._row_floats))
 
-    def allocate(self) -> PackedBatch:
-        """Fresh zeroed buffers."""
-        return PackedBatch(np.zeros(_size(self._ints), np.int32), np.zeros(_size(self._row_ints), np.int32),
-                           np.zeros(_size(self._row_floats), np.float32), np.zeros(self.num_logit_rows, np.int32),
-                           np.zeros(self.num_logit_rows, np.int32))
+        self._no_logit_rows = np.zeros(num_logit_rows, np.int32)
+        self._no_logit_rows.flags.writeable = False
+
+    def allocate(self, *, with_params: bool = True, with_logit_rows: bool = True) -> PackedBatch:
+        """Fresh zeroed buffers; what a step does not use is empty, or one read-only array for all steps."""
+        logit_rows = (np.zeros_like(self._no_logit_rows) if with_logit_rows else self._no_logit_rows for _ in range(2))
+        return PackedBatch(np.zeros(self._num_ints, np.int32),
+                           np.zeros(self._num_row_ints if with_params else 0, np.int32),
+                           np.zeros(self._num_row_floats if with_params else 0, np.float32), *logit_rows)
 
     def step_batch(self, ints: Any) -> StepBatch:
         """The fields of `PackedBatch.ints`, as views; works on NumPy and on traced arrays."""
@@ -118,10 +123,6 @@ class StepLayout:
     def row_params(self, row_ints: Any, row_floats: Any) -> RowParams:
         """The fields of `PackedBatch.row_ints` and `row_floats`, as views."""
         return RowParams(**_cut(row_ints, self._row_ints), **_cut(row_floats, self._row_floats))
-
-
-def _size(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _cut(buffer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

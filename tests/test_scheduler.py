@@ -82,8 +82,9 @@ class Device:
         shape = self.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
         layout = StepLayout(shape, num_groups=self.num_groups, max_pages=self.config.max_pages_per_seq,
                             num_logit_rows=-(-shape.num_tokens // 32) * 32)
-        packed, _ = build_step_batch(plan, layout, spare_slot=self.config.max_num_seqs)
-        batch, params = layout.step_batch(packed.ints), layout.row_params(packed.row_ints, packed.row_floats)
+        packed, needs = build_step_batch(plan, layout, spare_slot=self.config.max_num_seqs)
+        chosen = packed if needs.sampling else layout.allocate()
+        batch, params = layout.step_batch(packed.ints), layout.row_params(chosen.row_ints, chosen.row_floats)
         assert batch.num_decode[0] == plan.num_decode
         drawn = np.full((plan.num_steps, shape.num_rows), -1, np.int32)
         inputs = [batch.tokens[batch.cu_q_lens[i]:batch.cu_q_lens[i + 1]].tolist() for i in range(shape.num_rows)]

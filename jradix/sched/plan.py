@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jradix.batch import NUM_STOP_IDS, PackedBatch, RowParams, StepLayout
-from jradix.cache.pages import SCRATCH_PAGE
 from jradix.sched.request import Request
 
 NO_TOKEN = 2**30   # pads lists of token ids; beyond every vocabulary
@@ -85,16 +84,15 @@ def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> 
       layout: of a shape that `plan` fits into.
       spare_slot: the slot that padding rows write to.
     """
-    packed = layout.allocate()
+    needs_sampling = plan.num_steps > 1 or any(
+        row.num_samples and not _takes_best(row.request, row.output_position) for row in plan.rows)
+    wants_logits = any(row.first_logit is not None for row in plan.rows)
+    packed = layout.allocate(with_params=needs_sampling, with_logit_rows=wants_logits)
     batch = layout.step_batch(packed.ints)
-    chosen = layout.row_params(packed.row_ints, packed.row_floats)
-    batch.page_table.fill(SCRATCH_PAGE)
+    if needs_sampling:
+        _fill_params(plan, layout.row_params(packed.row_ints, packed.row_floats))
     batch.row_slots.fill(spare_slot)
     batch.token_src.fill(-1)
-    chosen.top_p.fill(1.0)
-    chosen.repetition_penalty.fill(1.0)
-    chosen.stop_ids.fill(NO_TOKEN)
-    needs_sampling = plan.num_steps > 1
     num_logit_rows = position = 0
     for i, row in enumerate(plan.rows):
         request, n, lease = row.request, row.num_tokens, row.request.lease
@@ -114,9 +112,6 @@ def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> 
             num_logit_rows += last - first
         if row.num_samples:
             batch.is_sampled[i] = 1
-            if plan.num_steps > 1 or not _takes_best(request, row.output_position):
-                _choose(chosen, i, row)
-                needs_sampling = True
         position += n
     batch.cu_q_lens[len(plan.rows):] = position
     batch.num_decode[0] = plan.num_decode
@@ -130,20 +125,27 @@ def _takes_best(request: Request, output_position: int) -> bool:
             and not request.has_device_state)
 
 
-def _choose(chosen: RowParams, i: int, row: Row) -> None:
-    """Fills row i of the sampling parameters."""
-    request, params = row.request, row.request.params
-    chosen.output_positions[i] = row.output_position
-    chosen.tokens_left[i] = row.num_samples
-    chosen.min_tokens[i] = params.min_tokens
-    chosen.seeds[i] = request.seed
-    if not params.is_greedy:
-        chosen.temperature[i] = params.temperature
-        chosen.top_p[i] = params.top_p
-        chosen.min_p[i] = params.min_p
-        chosen.top_k[i] = params.top_k
-    chosen.presence_penalty[i] = params.presence_penalty
-    chosen.frequency_penalty[i] = params.frequency_penalty
-    chosen.repetition_penalty[i] = params.repetition_penalty
-    ids = sorted(request.stop_ids)[:NUM_STOP_IDS]
-    chosen.stop_ids[i, :len(ids)] = ids
+def _fill_params(plan: StepPlan, chosen: RowParams) -> None:
+    """Sampling parameters of the rows that are sampled; neutral ones for the others."""
+    chosen.top_p.fill(1.0)
+    chosen.repetition_penalty.fill(1.0)
+    chosen.stop_ids.fill(NO_TOKEN)
+    for i, row in enumerate(plan.rows):
+        if row.num_samples == 0:
+            continue
+        request, params = row.request, row.request.params
+        chosen.output_positions[i] = row.output_position
+        chosen.tokens_left[i] = row.num_samples
+        chosen.min_tokens[i] = params.min_tokens
+        chosen.seeds[i] = request.seed
+        if not params.is_greedy:
+            chosen.temperature[i] = params.temperature
+            chosen.top_p[i] = params.top_p
+            chosen.min_p[i] = params.min_p
+            chosen.top_k[i] = params.top_k
+        if request.has_device_state:
+            chosen.presence_penalty[i] = params.presence_penalty
+            chosen.frequency_penalty[i] = params.frequency_penalty
+            chosen.repetition_penalty[i] = params.repetition_penalty
+        ids = sorted(request.stop_ids)[:NUM_STOP_IDS]
+        chosen.stop_ids[i, :len(ids)] = ids
