@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "LLM": "jradix.llm", "convert": "jradix.llm",
+    "LLM": "jradix.llm", "convert": "jradix.loading",
     "SamplingParams": "jradix.sampling_params",
     "RequestOutput": "jradix.outputs", "CompletionOutput": "jradix.outputs", "ScoreOutput": "jradix.outputs",
     "StreamDelta": "jradix.outputs", "Logprob": "jradix.outputs", "RequestMetrics": "jradix.outputs",
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from jradix.engine import Engine
     from jradix.errors import (BatchFileError, CheckpointError, DeviceError, EngineError, JradixError, RequestError,
                                TokenizerError, UnsupportedModel)
-    from jradix.llm import LLM, convert
+    from jradix.llm import LLM
+    from jradix.loading import convert
     from jradix.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput, StreamDelta
     from jradix.sampling_params import SamplingParams
 

@@ -66,6 +66,21 @@ class RowParams(NamedTuple):
     repetition_penalty: Any
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at n positions (or [steps, rows]), from the raw logits.
+
+    Attributes:
+      logprob: float32[n], of one token at each position.
+      rank: int32[n], its rank, 1 is the most probable.
+      top_ids: int32[n, MAX_LOGPROBS], the most probable tokens, best first.
+      top_logprobs: float32[n, MAX_LOGPROBS].
+    """
+    logprob: Any
+    rank: Any
+    top_ids: Any
+    top_logprobs: Any
+
+
 class PackedBatch(NamedTuple):
     """The buffers that cross to the device. Never written again once dispatched: a CPU step reads them in place.
 

@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from jradix.llm import convert
+    from jradix.loading import convert
 
     convert(args.model, args.out, **({} if args.dtype is None else {"dtype": args.dtype}))
     return 0

@@ -10,37 +10,26 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from jradix.batch import NUM_STOP_IDS
+from jradix.batch import NUM_STOP_IDS, TokenLogprobs
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.cache.radix_tree import Namespace
 from jradix.config import EngineConfig
-from jradix.detokenizer import IncrementalDetokenizer
 from jradix.errors import EngineError, RequestError
-from jradix.outputs import CompletionOutput, Logprob, RequestOutput
+from jradix.outputs import RequestOutput
+from jradix.request_group import RequestGroup
 from jradix.runner.runner import ModelRunner
-from jradix.runner.step import StepOutput, TokenLogprobs
+from jradix.runner.step import StepOutput
 from jradix.sampling_params import SamplingParams
 from jradix.sched.plan import StepPlan, build_step_batch
 from jradix.sched.request import Request, RequestState
 from jradix.sched.scheduler import Scheduler
 from jradix.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class _Group:
-    """What the user sent: one prompt with its n samples, and the output they fill."""
-    output: RequestOutput
-    samples: list[Request]
-    detokenizers: list[IncrementalDetokenizer | None]
-    is_streamed: bool
-    num_prompt_logprobs: int = 0
-    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)   # by prompt position
 
 
 @dataclass(slots=True)
@@ -85,8 +74,8 @@ class Engine:
         self._namespace = Namespace(model=model_name)
         self._clock = clock
         self._request_ids = count()
-        self._groups: dict[str, _Group] = {}
-        self._owner: dict[int, tuple[_Group, int]] = {}     # scheduler's request id -> group, sample
+        self._groups: dict[str, RequestGroup] = {}
+        self._owner: dict[int, tuple[RequestGroup, int]] = {}     # scheduler's request id -> group, sample
         self._ready: dict[str, RequestOutput] = {}          # what `step` returns next
         self._dirty_slots: set[int] = set()                 # slots whose device history is not neutral
         self._in_flight: tuple[StepPlan, StepOutput] | None = None
@@ -133,16 +122,12 @@ class Engine:
             first_logit = 0
         room = self.config.max_model_len - len(tokens)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
-        group = _Group(RequestOutput(request_id, prompt, tokens.tolist(), sampling_params=params,
-                                     num_truncated_tokens=num_truncated_tokens), [], [], is_streamed,
-                       params.prompt_logprobs or 0)
+        group = RequestGroup(
+            RequestOutput(request_id, prompt, tokens.tolist(), sampling_params=params,
+                          num_truncated_tokens=num_truncated_tokens), self.tokenizer, is_streamed=is_streamed)
         serial = next(self._request_ids)
         for index in range(params.n):
-            detokenizer = None
-            if self.tokenizer is not None and (params.stop or is_streamed):
-                detokenizer = IncrementalDetokenizer(
-                    self.tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop,
-                    include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+            detokenizer = group.make_detokenizer()
             buffer = np.empty(len(tokens) + min(max_output, 64), np.int32)
             buffer[:len(tokens)] = tokens
             request = Request(
@@ -150,10 +135,7 @@ class Engine:
                 frozenset() if params.ignore_eos else self._eos_ids, self._namespace, self._stream(params, serial, index),
                 first_logit if index == 0 else None, detokenizer if params.stop else None)
             self.scheduler.add(request)     # all samples have the same prompt: only the first can be refused
-            group.samples.append(request)
-            group.detokenizers.append(detokenizer)
-            group.output.outputs.append(CompletionOutput(index, logprobs=None if params.logprobs is None else [],
-                                                         cumulative_logprob=None if params.logprobs is None else 0.0))
+            group.add_sample(request, detokenizer)
             self._owner[request.request_id] = group, index
         self._groups[request_id] = group
         return request_id
@@ -306,42 +288,35 @@ class Engine:
         time_spent.num_rows += len(plan.rows)
         return plan, output
 
-    def _take_in(self, plan: StepPlan, output: StepOutput) -> list[_Group]:
+    def _take_in(self, plan: StepPlan, output: StepOutput) -> list[RequestGroup]:
         """Fetches a step's results and books them; returns streamed groups that grew."""
         waited = time.perf_counter()
         tokens = _fetch(output.tokens)
         self.host_time.wait_s += time.perf_counter() - waited
         started = time.thread_time()
         if output.prompt is not None:
-            self._store_prompt_logprobs(plan, _fetch(output.prompt))
+            self._take_prompt_logprobs(plan, _fetch(output.prompt))
         logprobs = None
-        grown: list[_Group] = []
+        grown: list[RequestGroup] = []
         for i, request, new_tokens in self.scheduler.update(plan, tokens):
             group, index = self._owner[request.request_id]
             if request.params.logprobs is not None:
                 logprobs = logprobs or _fetch(output.sampled)
-                self._store_logprobs(group.output.outputs[index], request.params.logprobs, new_tokens, logprobs, i)
+                group.add_logprobs(index, new_tokens, logprobs, i)
             if group.is_streamed:
-                completion = group.output.outputs[index]
-                completion.token_ids += new_tokens
-                detokenizer = group.detokenizers[index]
-                if detokenizer is not None:
-                    if request.stop_search is None:
-                        detokenizer.push(new_tokens)
-                    completion.text += detokenizer.delta()
+                group.stream(index, new_tokens)
                 grown.append(group)
         self.host_time.output_s += time.thread_time() - started
         return grown
 
-    def _collect(self, grown: list[_Group]) -> None:
+    def _collect(self, grown: list[RequestGroup]) -> None:
         """Makes outputs ready: ended requests completed, streamed ones as they are."""
         started = time.thread_time()
         for request in self.scheduler.take_ended():
             group, index = self._owner.pop(request.request_id)
-            self._complete(group, index, request)
+            group.complete(index)
             if not any(sample.request_id in self._owner for sample in group.samples):
-                group.output.finished = True
-                self._fill_metrics(group)
+                group.finish()
                 self._ready[group.output.request_id] = group.output
                 del self._groups[group.output.request_id]
         for group in grown:
@@ -352,62 +327,16 @@ class Engine:
         ready, self._ready = self._ready, {}
         return list(ready.values())
 
-    def _complete(self, group: _Group, index: int, request: Request) -> None:
-        completion = group.output.outputs[index]
-        completion.token_ids = request.output_ids
-        completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
-        detokenizer = group.detokenizers[index]
-        if detokenizer is not None:
-            detokenizer.finish()
-            completion.text = detokenizer.text
-        elif self.tokenizer is not None:
-            completion.text = self.tokenizer.decode(completion.token_ids,
-                                                    skip_special_tokens=request.params.skip_special_tokens)
-
-    def _fill_metrics(self, group: _Group) -> None:
-        output, first = group.output, group.samples[0]
-        output.num_cached_tokens = first.num_cached_tokens or 0
-        if first.params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *(group.prompt_logprobs.get(p) for p in range(1, first.num_prompt))]
-        metrics = output.metrics
-        metrics.num_computed_tokens = sum(r.num_computed_prompt for r in group.samples)
-        metrics.num_preemptions = sum(r.num_preemptions for r in group.samples)
-        metrics.latency_s = max(r.finished_s for r in group.samples) - first.arrival_s
-        if first.admitted_s is not None:
-            metrics.queue_s = first.admitted_s - first.arrival_s
-        first_tokens = [r.first_token_s for r in group.samples if r.first_token_s is not None]
-        if first_tokens:
-            metrics.ttft_s = min(first_tokens) - first.arrival_s
-
-    def _store_logprobs(self, completion: CompletionOutput, num_top: int, tokens: list[int], found: TokenLogprobs,
-                        row: int) -> None:
-        for step, token in enumerate(tokens):
-            chosen = float(found.logprob[step, row])
-            completion.logprobs.append(self._logprob_entry(token, chosen, int(found.rank[step, row]), num_top,
-                                                           found.top_ids[step, row], found.top_logprobs[step, row]))
-            completion.cumulative_logprob += chosen
-
-    def _store_prompt_logprobs(self, plan: StepPlan, found: TokenLogprobs) -> None:
-        i = 0
+    def _take_prompt_logprobs(self, plan: StepPlan, found: TokenLogprobs) -> None:
+        """Hands out the log-probabilities inside prompts, in the order `build_step_batch` asked for them."""
+        place = 0
         for row in plan.rows:
             first, last = row.logit_span
             owner = self._owner.get(row.request.request_id)
             for position in range(first, last):
                 if owner is not None:
-                    group = owner[0]
-                    token = int(row.request.tokens[position + 1])
-                    group.prompt_logprobs[position + 1] = self._logprob_entry(
-                        token, float(found.logprob[i]), int(found.rank[i]), group.num_prompt_logprobs,
-                        found.top_ids[i], found.top_logprobs[i])
-                i += 1
-
-    def _logprob_entry(self, token: int, logprob: float, rank: int, num_top: int, top_ids: np.ndarray,
-                       top_logprobs: np.ndarray) -> dict[int, Logprob]:
-        text = self.tokenizer.token_text if self.tokenizer is not None else lambda _: None
-        entry = {token: Logprob(logprob, rank, text(token))}
-        for place, (other, value) in enumerate(zip(top_ids[:num_top].tolist(), top_logprobs[:num_top].tolist()), 1):
-            entry.setdefault(other, Logprob(value, place, text(other)))
-        return entry
+                    owner[0].add_prompt_logprob(position + 1, found, place)
+                place += 1
 
     def _prepare_slot(self, request: Request) -> None:
         """Writes a request's history to its slot's device state, where it or the slot's last owner needs that."""
@@ -501,9 +430,8 @@ class Engine:
                 request.finish_reason = request.finish_reason or "abort"
                 if request.finished_s is None:
                     request.finished_s = self._clock()
-                self._complete(group, index, request)
-            group.output.finished = True
-            self._fill_metrics(group)
+                group.complete(index)
+            group.finish()
             self._ready[name] = group.output
         self.dropped_outputs = self._take_ready()
         self._groups.clear()

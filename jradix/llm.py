@@ -8,13 +8,13 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from jradix.config import EngineConfig, StepShapes
 from jradix.engine import Engine
-from jradix.errors import DeviceError, EngineError, RequestError, TokenizerError
-from jradix.model_files import ModelFiles, resolve
+from jradix.errors import EngineError, RequestError
+from jradix.loading import end_token_ids, find_device, keep_compilations, load_tokenizer
+from jradix.model_files import resolve
 from jradix.outputs import RequestOutput, ScoreOutput, StreamDelta
 from jradix.progress import ProgressBar
 from jradix.runner.memory import plan_memory
@@ -77,9 +77,9 @@ class LLM:
             raise ValueError(f'warmup={warmup!r}: expected "none" or "full"')
         files = resolve(str(model), revision=revision)
         model_config = load_config(files)
-        self.tokenizer = _load_tokenizer(files, tokenizer, chat_template)
-        chosen = _find_device(device)
-        _keep_compilations(compile_cache_dir)
+        self.tokenizer = load_tokenizer(files, tokenizer, chat_template)
+        chosen = find_device(device)
+        keep_compilations(compile_cache_dir)
         weight_dtype, reason = resolve_dtype(dtype, chosen, hidden=model_config.hidden_size,
                                              intermediate=model_config.intermediate_size)
         pool_dtype = kv_dtype(weight_dtype, chosen)
@@ -112,7 +112,7 @@ class LLM:
         self._runner = runner
         self.engine = Engine(
             runner, self.config, tokenizer=self.tokenizer,
-            eos_ids=_end_tokens(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation),
+            eos_ids=end_token_ids(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation),
             generation_config=generation if use_generation_config else {}, seed=seed, model_name=self.fingerprint)
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
         if warmup == "full":
@@ -468,59 +468,6 @@ class LLM:
     def _bar(self, what: str, progress: bool | None, total: int = 0) -> ProgressBar:
         wanted = self._progress if progress is None else progress
         return ProgressBar(what, total, is_shown=False if self._quiet else wanted)
-
-
-def convert(model: str | Path, out: str | Path, *, dtype: str = "auto", revision: str | None = None) -> None:
-    """Writes a model as an Orbax folder: weights, config and tokenizer. `LLM(out)` loads it.
-
-    Raises:
-      CheckpointError: the model cannot be read, or `out` exists and is not empty.
-    """
-    from jradix.weights.orbax import save_orbax
-
-    files = resolve(str(model), revision=revision)
-    config = load_config(files)
-    tokenizer = _load_tokenizer(files, None, None)
-    device = _find_device("cpu")
-    weight_dtype, _ = resolve_dtype(dtype, device, hidden=config.hidden_size, intermediate=config.intermediate_size)
-    weights = load_model(files, dtype=weight_dtype, device=device)
-    save_orbax(weights, config, files, Path(out))
-    tokenizer.save(Path(out))
-
-
-def _load_tokenizer(files: ModelFiles, tokenizer: str | Path | None, chat_template: str | None) -> Tokenizer:
-    path = files.path if tokenizer is None else Path(tokenizer)
-    if path.is_dir():
-        return Tokenizer.from_folder(path, chat_template=chat_template)
-    if path.suffix == ".gguf":
-        return Tokenizer.from_gguf(path, chat_template=chat_template)
-    raise TokenizerError(f"tokenizer={str(tokenizer)!r}: expected a folder with tokenizer files or a .gguf file")
-
-
-def _find_device(name: str | None) -> jax.Device:
-    """The device to run on. Raises DeviceError when a named one does not exist."""
-    try:
-        found = jax.devices(name)[0]
-    except RuntimeError as error:
-        hint = {"gpu": 'pip install "jax[cuda13]"', "cuda": 'pip install "jax[cuda13]"', "tpu": 'pip install "jax[tpu]"'}
-        raise DeviceError(f"device={name!r}: JAX finds no such device here, only {jax.default_backend()}; "
-                          f"install it with {hint.get(name, 'the matching jax extra')}") from error
-    return found
-
-
-def _keep_compilations(folder: str | Path | None) -> None:
-    """Turns JAX's persistent compilation cache on, unless it is set already or not wanted."""
-    if folder is None or (folder == "auto" and jax.config.jax_compilation_cache_dir):
-        return
-    path = Path.home() / ".cache" / "jradix" / "compiled" if folder == "auto" else Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-
-
-def _end_tokens(tokenizer: Iterable[int], config: Iterable[int], generation: Mapping[str, Any]) -> list[int]:
-    stated = generation.get("eos_token_id")
-    stated = [] if stated is None else [stated] if isinstance(stated, int) else stated
-    return sorted({*tokenizer, *config, *stated})
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

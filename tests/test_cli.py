@@ -39,8 +39,10 @@ class CliLLM(FakeLLM):
 def fake_llm_module(monkeypatch):
     module = types.ModuleType("jradix.llm")
     module.LLM = CliLLM
-    module.convert = lambda model, out, dtype="auto": CliLLM.arguments.update(convert=(model, out, dtype))
     monkeypatch.setitem(sys.modules, "jradix.llm", module)
+    module = types.ModuleType("jradix.loading")
+    module.convert = lambda model, out, dtype="auto": CliLLM.arguments.update(convert=(model, out, dtype))
+    monkeypatch.setitem(sys.modules, "jradix.loading", module)
 
 
 @pytest.fixture

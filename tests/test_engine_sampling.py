@@ -144,10 +144,10 @@ def test_presence_and_frequency_penalties_count_output_tokens_only() -> None:
 
 
 def test_logit_bias_moves_its_tokens_and_leaves_the_next_request_alone() -> None:
-    """P07: also when the next request takes the same slot."""
+    """P07: also when the next request takes the same slot, and is drawn by the full sampler."""
     engine = rigged_engine(rigged({10: 2.0, 11: 1.6}), max_num_seqs=1)
     assert tokens_of(run_all(engine, [PROMPT] * 4, [
-        greedy(2, logit_bias={11: 1.0}), greedy(2), greedy(2, logit_bias={10: -np.inf}), greedy(2)])) == [
+        greedy(2, logit_bias={11: 1.0}), greedy(2, logprobs=0), greedy(2, logit_bias={10: -np.inf}), greedy(2)])) == [
             [11, 11], [10, 10], [11, 11], [10, 10]]
 
 

@@ -66,6 +66,7 @@ def test_step_padding_writes_only_the_scratch_page_and_own_slots(num_tokens: int
     drain(engine)
     others = [int(p) for node in engine.cache.tree.nodes() for p in node.pages[0]]
     assert others
+    runner.kv = jax.tree.map(lambda a: jax.device_put(np.full(a.shape, 7, np.float32), CPU), runner.kv)
     before = snapshot(runner.kv)
     request_id = engine.add_request(list(range(3, 3 + num_tokens)), greedy(num_output))
     own = np.zeros(before[0].shape[:2], bool)

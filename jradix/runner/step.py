@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jradix.batch import LOGIT_BLOCK, RowParams, StepBatch, StepLayout
+from jradix.batch import LOGIT_BLOCK, RowParams, StepBatch, StepLayout, TokenLogprobs
 from jradix.config import KVGroup
 from jradix.models.decoder import Decoder
 from jradix.ops.attention import paged_attention
@@ -37,14 +37,6 @@ class RowState(NamedTuple):
     output_counts: Array
     in_prompt: Array
     logit_bias: Array
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at n positions: of one token each, its rank (1 is best), and the best `MAX_LOGPROBS` tokens."""
-    logprob: Array        # float32[n]
-    rank: Array           # int32[n]
-    top_ids: Array        # int32[n, MAX_LOGPROBS]
-    top_logprobs: Array   # float32[n, MAX_LOGPROBS]
 
 
 class StepOutput(NamedTuple):
