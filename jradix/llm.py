@@ -158,6 +158,7 @@ class LLM:
         Raises:
           TokenizerError: the model has no chat template.
         """
+        self._check_open()
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
         if not self.tokenizer.has_chat_template:

@@ -26,7 +26,7 @@ class Rows:
         return next((i for i, n in enumerate(self.q_lens) if n != 1), len(self.q_lens))
 
 
-MIXED = Rows((1, 37, 300, 5, 70, 129), (1, 1, 1, 5, 65, 3))     # contexts of several key blocks, chunks of two query blocks
+MIXED = Rows((1, 37, 300, 5, 70, 129), (1, 1, 1, 5, 65, 3))     # several key blocks, and two query blocks
 DECODE = Rows((1, 2, 140, 257), (1, 1, 1, 1))
 
 
@@ -42,7 +42,8 @@ def oracle(q: np.ndarray, keys: Sequence[np.ndarray], values: Sequence[np.ndarra
             first = 0 if sliding_window is None else max(position + 1 - sliding_window, 0)
             for head in range(heads):
                 own = head * kv_heads // heads
-                scores = k[first:position + 1, own].astype(np.float64) @ q[start + i, head].astype(np.float64) * sm_scale
+                seen = k[first:position + 1, own].astype(np.float64)
+                scores = seen @ q[start + i, head].astype(np.float64) * sm_scale
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
                 weights = np.exp(scores - scores.max())
@@ -87,10 +88,11 @@ def check(rows: Rows, *, page_size: int = 16, heads: int = 4, kv_heads: int = 2,
         q, ((0, num_padding_rows), (0, 0), (0, 0)), constant_values=1.0)
     cu_q_lens = np.cumsum([0, *rows.q_lens, *[0] * num_padding_rows]).astype(np.int32)
     kv_lens = np.array([*rows.kv_lens, *[0] * num_padding_rows], np.int32)
-    run = compiled(sm_scale=head_dim ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap, has_chunks=has_chunks)
+    settings = dict(sm_scale=head_dim ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap)
+    run = compiled(has_chunks=has_chunks, **settings)
     out = np.asarray(run(padded, jnp.asarray(k_pages, dtype), jnp.asarray(v_pages, dtype), table, kv_lens, cu_q_lens,
                          np.int32(rows.num_decode)))
-    expected = oracle(q, keys, values, rows, sm_scale=head_dim ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap)
+    expected = oracle(q, keys, values, rows, **settings)
     np.testing.assert_allclose(out[:num_tokens], expected, atol=tolerance)
     assert np.isfinite(out).all(), "padding tokens are not finite"
     return out

@@ -11,8 +11,8 @@ from jradix.errors import EngineError, RequestError
 from jradix.outputs import RequestOutput
 from jradix.sampling_params import SamplingParams
 from jradix.tokenizer import Tokenizer
-from toy_engine import (ToyLM, assert_idle, drain, greedy, make_engine, new_runner, random_prompts, rigged_engine, run_all,
-                        steps, toy_decoder, toy_lm, toy_runner)
+from toy_engine import (ToyLM, assert_idle, drain, greedy, make_engine, new_runner, random_prompts, rigged_engine,
+                        run_all, steps, toy_decoder, toy_lm, toy_runner)
 from toy_tokenizers import make_byte_tokenizer
 
 PROMPT = [5, 6, 7]
@@ -176,8 +176,8 @@ def letters() -> Tokenizer:
 
 @pytest.mark.parametrize("overlap, decode_steps", [(True, 1), (False, 1), (True, 4)])
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_over_several_tokens_ends_the_output(include: bool, overlap: bool, decode_steps: int, letters: Tokenizer
-                                                         ) -> None:
+def test_stop_string_over_several_tokens_ends_the_output(include: bool, overlap: bool, decode_steps: int,
+                                                         letters: Tokenizer) -> None:
     """T03: tokens AB CD EF GH and stop "DEFG": the stream never shows a part of it."""
     engine = rigged_engine({5: [0, 1, 2, 3, 7, 7]}, tokenizer=letters, overlap=overlap, decode_steps=decode_steps)
     params = greedy(6, stop=["never", "DEFG"], include_stop_str_in_output=include)
@@ -230,7 +230,7 @@ def test_streamed_outputs_grow_by_every_token() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4, 5])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_abort_between_chunks_gives_everything_back_at_once(num_steps: int, overlap: bool) -> None:
-    """S05: a prompt of 20 in chunks of 4 with prompt log-probabilities, aborted before, between and after the chunks."""
+    """S05: a prompt of 20 in chunks of 4 with prompt log-probabilities; before, between and after them."""
     engine = toy(num_pages=20, prefill_chunk_tokens=4, overlap=overlap)
     name = engine.add_request(random_prompts(1, shortest=20, longest=20)[0], greedy(8, prompt_logprobs=1))
     for _ in range(num_steps):
@@ -355,8 +355,9 @@ def test_new_weights_may_come_right_after_an_abort() -> None:
     lm().assert_greedy(PROMPT, one(engine, greedy(5)).outputs[0].token_ids, 5)
 
 
-@pytest.mark.parametrize("params", [greedy(4), SamplingParams(max_tokens=4, temperature=1.0, seed=3),
-                                    greedy(4, logprobs=20), greedy(4, repetition_penalty=1.5), greedy(0, prompt_logprobs=20)])
+@pytest.mark.parametrize("params", [
+    greedy(4), SamplingParams(max_tokens=4, temperature=1.0, seed=3), greedy(4, logprobs=20),
+    greedy(4, repetition_penalty=1.5), greedy(0, prompt_logprobs=20)])
 def test_ids_beyond_the_tokenizer_are_never_sampled_nor_listed(params: SamplingParams) -> None:
     """X01: 50 tokens, a head of 96; the model prefers ids 57 and 80 by 1e4."""
     table = np.random.default_rng(0).standard_normal((16, 64, 96)).astype(np.float32)

@@ -133,8 +133,8 @@ def check_interrupts(num_places: int, **sizes: object) -> None:
 
 @pytest.mark.parametrize("sizes", [{}, dict(overlap=False), dict(decode_steps=3)])
 def test_interrupt_at_any_line_of_a_step_loses_and_doubles_nothing(sizes: dict) -> None:
-    """A08: about 60 places per configuration; afterwards the accounting holds and the next call is right."""
-    check_interrupts(60, **sizes)
+    """A08: about 40 places per configuration; afterwards the accounting holds and the next call is right."""
+    check_interrupts(40, **sizes)
 
 
 @pytest.mark.slow
@@ -184,7 +184,8 @@ def test_interrupt_between_booking_and_dispatch_empties_the_cache(monkeypatch: p
     assert run_all(engine, [prompt], greedy(2), poison=np.nan)[0].num_cached_tokens == 0
 
 
-def test_interrupt_while_waiting_for_the_device_keeps_the_cache_and_what_was_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_waiting_for_the_device_keeps_the_cache_and_what_was_ready(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual place of a Ctrl-C: results that had been fetched are kept, and so is the cache."""
     engine = rigged_engine(OUTPUTS, prompt_len=6)
     names = [engine.add_request([f, 1, 2, f, 4, 5], greedy(12)) for f in range(3)]
@@ -220,9 +221,9 @@ def test_requests_that_can_never_run_raise_instead_of_spinning(monkeypatch: pyte
 def test_random_traffic_with_aborts_and_late_arrivals_keeps_the_accounting(seed: int) -> None:
     """Arrivals, aborts, samples, stop ids and a tight pool at random; the survivors' tokens are the prescribed ones."""
     random = np.random.default_rng(seed)
-    engine = rigged_engine(OUTPUTS, prompt_len=6, num_pages=int(random.integers(8, 20)), max_num_seqs=5, reserve_tokens=0,
-                           prefill_chunk_tokens=int(random.integers(3, 30)), overlap=bool(seed % 2),
-                           decode_steps=1 + 2 * (seed // 2))
+    engine = rigged_engine(
+        OUTPUTS, prompt_len=6, num_pages=int(random.integers(8, 20)), max_num_seqs=5, reserve_tokens=0,
+        prefill_chunk_tokens=int(random.integers(3, 30)), overlap=bool(seed % 2), decode_steps=1 + 2 * (seed // 2))
     live: dict[str, tuple[int, int]] = {}
     aborted: set[str] = set()
     finished: dict[str, RequestOutput] = {}

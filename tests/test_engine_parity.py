@@ -1,4 +1,4 @@
-"""The engine on a tiny model gives the tokens and log-probabilities of the plain model, whatever runs beside and before.
+"""The engine on a tiny model gives the tokens and log-probabilities of the plain model, whatever runs beside it.
 
 REF is a float64 forward pass over the whole sequence. Unless a test says otherwise every step runs with NaN in all KV
 slots that nobody owns, and the accounting of pages and slots is recomputed after it.
@@ -56,7 +56,7 @@ def logprobs_of(output: RequestOutput) -> list[float]:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_greedy_cold_warm_and_partly_warm_give_the_tokens_of_ref(page_size: int, how: str) -> None:
-    """N01: 5 to 40 tokens, pages of 1, 4 and 16; cache off, cold, warm, partly warm; small chunks; forced preemption."""
+    """N01: 5 to 40 tokens; pages of 1, 4, 16; cache off, cold, warm, partly warm; small chunks; forced preemption."""
     engine = engine_of(page_size, **HOW[how])
     prompts = random_prompts(12, seed=page_size)
     check_greedy(engine, prompts)

@@ -105,7 +105,8 @@ def test_filters_allow_only_the_tokens_they_keep(fields: dict, allowed: set) -> 
 def test_min_tokens_holds_back_end_tokens_and_stop_ids() -> None:
     table = np.full_like(UNIFORM, -30)
     table[:, :, [2, 9, 11]] = 0
-    outputs = sampled(rigged_engine(table, eos_ids=(2,)), warm(n=8, max_tokens=30, min_tokens=5, stop_token_ids=[9], seed=3))
+    params = warm(n=8, max_tokens=30, min_tokens=5, stop_token_ids=[9], seed=3)
+    outputs = sampled(rigged_engine(table, eos_ids=(2,)), params)
     assert all(len(tokens) > 5 and set(tokens[:-1]) == {11} and tokens[-1] in (2, 9) for tokens in outputs)
 
 
@@ -174,7 +175,7 @@ def test_penalties_survive_preemption() -> None:
                                     dict(temperature=1.0, top_p=0.1), dict(repetition_penalty=1.5, temperature=0.7),
                                     dict(logit_bias={20: 4.0})])
 def test_logprobs_are_raw_and_list_the_chosen_token(fields: dict) -> None:
-    """P10: from the logits as the model gave them, whatever is done to draw from them; the chosen one is always there."""
+    """P10: from the logits as the model gave them, whatever is done to draw; the chosen one is always there."""
     engine = rigged_engine(ROUGH)
     out = run_all(engine, [PROMPT], warm(**fields, seed=4, logprobs=2, max_tokens=12))[0].outputs[0]
     logits = ROUGH[5, 2:2 + len(out.token_ids)].astype(np.float64)

@@ -13,7 +13,8 @@ PAGES = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2) + 1
 
 
 def write(values: np.ndarray, slots: list[int], pages: np.ndarray = PAGES) -> np.ndarray:
-    return np.asarray(jax.jit(write_pages)(jnp.asarray(pages), jnp.asarray(values, jnp.float32), np.array(slots, np.int32)))
+    rows = jnp.asarray(values, jnp.float32)
+    return np.asarray(jax.jit(write_pages)(jnp.asarray(pages), rows, np.array(slots, np.int32)))
 
 
 def test_write_pages_named_slots_change_and_no_other() -> None:

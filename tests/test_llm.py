@@ -161,7 +161,8 @@ def test_over_long_prompt_in_every_mode(on_error: str, llm: LLM, ref: ToyLM) -> 
 
 def test_raise_lists_every_bad_prompt_before_any_work(llm: LLM) -> None:
     steps = llm.stats()["steps"]
-    with pytest.raises(RequestError, match=r"3 of 4 prompts.*\[0\] empty prompt.*\[2\] token id 300.*\[3\] prompt is int"):
+    message = r"3 of 4 prompts.*\[0\] empty prompt.*\[2\] token id 300.*\[3\] prompt is int"
+    with pytest.raises(RequestError, match=message):
         llm.generate(["", "ok", [300], 5], on_error="raise")
     assert llm.stats()["steps"] == steps
     with pytest.raises(ValueError, match="on_error='ignore'"):
@@ -191,15 +192,15 @@ def test_warm_cache_gives_the_same_tokens(llm: LLM) -> None:
 
 
 def test_generation_config_is_merged_field_by_field(folder: Path, compiled: Path, tmp_path: Path) -> None:
-    """P09, T11: defaults of the checkpoint for fields left out, in generate and chat; its end tokens join the others."""
+    """P09, T11: the checkpoint's defaults for fields left out, in generate and chat; its end tokens join the others."""
     path = tmp_path / "model"
     save_model(path, generation_config=dict(temperature=0.1, top_k=1, repetition_penalty=1.05, eos_token_id=[70, 71]))
     for use, expected in ((True, (0.1, 1, 1.05)), (False, (1.0, 0, 1.0))):
         with LLM(path, compile_cache_dir=compiled, use_generation_config=use, **SIZES) as llm:
             assert llm.engine._eos_ids == {70, 71, 258}
-            used = [llm.generate("x", SamplingParams(max_tokens=1))[0], llm.generate("x", SamplingParams(
-                max_tokens=1, temperature=1.0))[0], llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=1))[0]]
-            values = [(p.temperature, p.top_k, p.repetition_penalty) for p in (out.sampling_params for out in used)]
+            plain, hot = SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, temperature=1.0)
+            outputs = [*llm.generate(["x", "x"], [plain, hot]), *llm.chat([{"role": "user", "content": "x"}], plain)]
+            values = [(p.temperature, p.top_k, p.repetition_penalty) for p in (o.sampling_params for o in outputs)]
             assert values == [expected, (1.0, *expected[1:]), expected]
 
 
@@ -350,7 +351,8 @@ def test_score_equals_prompt_logprobs_and_reads_the_cache(llm: LLM) -> None:
 
 def test_score_records_bad_items_in_their_place(llm: LLM) -> None:
     results = llm.score("prompt", ["ok", "", "x" * 300])
-    assert results[0].error is None and "nothing to score" in results[1].error and "prompt of 306 tokens" in results[2].error
+    assert results[0].error is None
+    assert "nothing to score" in results[1].error and "prompt of 306 tokens" in results[2].error
     with pytest.raises(ValueError, match="2 prompts and 3 completions"):
         llm.score(["a", "b"], ["1", "2", "3"])
 
@@ -472,7 +474,8 @@ def test_close_returns_the_memory_at_once(folder: Path, compiled: Path) -> None:
         assert live_bytes() > before + 2**16
     assert live_bytes() <= before + 2**12
     llm.close()
-    calls = [lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}]), lambda: llm.score("x", "y"),
+    calls = [lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}]),
+             lambda: llm.score("x", "y"),
              lambda: next(llm.stream("x")), lambda: next(llm.generate_iter([("x", None)])), lambda: next(stream),
              llm.stats, llm.abort, lambda: llm.abort("x"), llm.clear_cache, llm.warmup]
     for call in calls:
@@ -488,7 +491,8 @@ def test_close_returns_the_memory_at_once(folder: Path, compiled: Path) -> None:
     assert held.__traceback__ is not None and live_bytes() <= before + 2**12
 
 
-@pytest.mark.parametrize("device, install", [("gpu", r'pip install "jax\[cuda13\]"'), ("tpu", r'pip install "jax\[tpu\]"')])
+@pytest.mark.parametrize("device, install", [("gpu", r'pip install "jax\[cuda13\]"'),
+                                             ("tpu", r'pip install "jax\[tpu\]"')])
 def test_missing_device_is_an_error_with_the_install_line(device: str, install: str, folder: Path) -> None:
     """B05: never a silent run on the CPU."""
     with pytest.raises(DeviceError, match=f"device='{device}'.*only cpu.*{install}"):
@@ -537,9 +541,9 @@ def test_import_touches_no_device() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr
 
 
-@pytest.mark.parametrize("fields, message", [(dict(warmup="some"), "warmup='some'"), (dict(dtype="int8"), "dtype='int8'"),
-                                             (dict(kv_cache_bytes=100), "kv_cache_bytes=100"),
-                                             (dict(memory_fraction=1.5), "memory_fraction=1.5")])
+@pytest.mark.parametrize("fields, message", [
+    (dict(warmup="some"), "warmup='some'"), (dict(dtype="int8"), "dtype='int8'"),
+    (dict(kv_cache_bytes=100), "kv_cache_bytes=100"), (dict(memory_fraction=1.5), "memory_fraction=1.5")])
 def test_bad_option_is_refused_by_name(fields: dict, message: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(folder, compile_cache_dir=None, **{**SIZES, **fields})
@@ -559,12 +563,14 @@ def test_converted_model_gives_the_same_tokens(llm: LLM, folder: Path, compiled:
     with LLM(tmp_path / "converted", compile_cache_dir=compiled, **SIZES) as other:
         outputs = other.generate(PROMPTS, greedy(8))
         assert other.engine._eos_ids == llm.engine._eos_ids == {257, 258}
-        assert other.render_chat([{"role": "user", "content": "x"}]) == llm.render_chat([{"role": "user", "content": "x"}])
+        messages = [{"role": "user", "content": "x"}]
+        assert other.render_chat(messages) == llm.render_chat(messages)
     assert ids_of(outputs) == ids_of(expected) and [o.outputs[0].text for o in outputs] == [
         o.outputs[0].text for o in expected]
 
 
-def test_full_warmup_compiles_before_the_first_request(folder: Path, compiled: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_warmup_compiles_before_the_first_request(folder: Path, compiled: Path, caplog: pytest.LogCaptureFixture
+                                                       ) -> None:
     """F01, F03: "none" compiles nothing up front, "full" everything."""
     with LLM(folder, compile_cache_dir=compiled, warmup="full", **SIZES) as llm:
         num_programs = llm.stats()["compiled_programs"]

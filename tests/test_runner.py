@@ -17,8 +17,8 @@ from jradix.engine import Engine
 from jradix.errors import EngineError
 from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams
-from toy_engine import (ToyLM, assert_idle, counted_compilations, drain, greedy, make_engine, new_runner, random_prompts,
-                        run_all, toy_decoder, toy_lm, tokens_of)
+from toy_engine import (ToyLM, assert_idle, counted_compilations, drain, greedy, make_engine, new_runner,
+                        random_prompts, run_all, toy_decoder, toy_lm, tokens_of)
 
 WORKSPACE_BYTES = 2**18   # inputs and results of the two steps in flight, of this toy size
 
@@ -70,8 +70,8 @@ def test_warmup_of_the_default_configuration_compiles_at_most_24_programs() -> N
     runner = new_runner(lm(), all_shapes=True, **dataclasses.asdict(EngineConfig(num_pages=64)))
     with counted_compilations() as compiled:
         runner.warmup()
-    counts = [name for name in compiled if "forward" in name or "sampling" in name or "logprobs" in name or "reset" in name]
-    assert len(counts) == runner.num_compiled + 1 <= MAX_PROGRAMS
+    ours = [name for name in compiled if any(n in name for n in ("forward", "sampling", "logprobs", "reset_rows"))]
+    assert len(ours) == runner.num_compiled + 1 <= MAX_PROGRAMS
     assert set(cache_sizes(runner).values()) == {1}
 
 
@@ -104,9 +104,10 @@ def test_no_prompt_length_batch_size_or_budget_compiles_after_warmup(warm: Model
 
 def test_no_sampling_option_compiles_after_warmup(warm: ModelRunner) -> None:
     """F02: the structure of a step's inputs never changes: log-probabilities, penalties, seeds, bias on and off."""
-    options = [{}, dict(logprobs=3), dict(seed=7, temperature=1.0), dict(repetition_penalty=1.3), dict(prompt_logprobs=1),
-               dict(logit_bias={4: 2.0}), dict(presence_penalty=1.0, frequency_penalty=-1.0), dict(min_tokens=2),
-               dict(top_k=3, top_p=0.5, min_p=0.1, temperature=0.8), dict(stop_token_ids=[3, 4]), dict(n=2, temperature=1.0)]
+    options = [{}, dict(logprobs=3), dict(seed=7, temperature=1.0), dict(repetition_penalty=1.3),
+               dict(prompt_logprobs=1), dict(logit_bias={4: 2.0}), dict(presence_penalty=1.0, frequency_penalty=-1.0),
+               dict(min_tokens=2), dict(top_k=3, top_p=0.5, min_p=0.1, temperature=0.8), dict(stop_token_ids=[3, 4]),
+               dict(n=2, temperature=1.0)]
     prompts = random_prompts(3, seed=1)
     with counted_compilations() as compiled:
         engine = make_engine(warm)
@@ -153,19 +154,18 @@ def recorded_batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 def test_step_buffers_are_fresh_every_step(warm: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU a running step reads its NumPy arguments in place, so no two steps may share one."""
+    """On CPU a running step reads its NumPy arguments in place: two steps may share only what nobody can write."""
     engine = make_engine(warm)
     batches = recorded_batches(engine, monkeypatch)
     run_all(engine, random_prompts(3), SamplingParams(max_tokens=6, logprobs=1, seed=1))
     assert len(batches) >= 6
     for one, other in zip(batches, batches[1:]):
-        assert not any(np.shares_memory(a, b) for a in one for b in other)
-    for request in engine.scheduler.requests():
-        assert not any(np.shares_memory(request.tokens, a) for batch in batches for a in batch)
+        assert not any(np.shares_memory(a, b) for a in one for b in other if a.flags.writeable or b.flags.writeable)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_overwriting_the_buffers_of_a_fetched_step_changes_nothing(warm: ModelRunner, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwriting_the_buffers_of_a_fetched_step_changes_nothing(warm: ModelRunner, overlap: bool,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = random_prompts(3), SamplingParams(max_tokens=8, seed=1, temperature=1.0)
     expected = tokens_of(run_all(make_engine(warm), prompts, params))
     engine = make_engine(warm, overlap=overlap)
@@ -177,12 +177,13 @@ def test_overwriting_the_buffers_of_a_fetched_step_changes_nothing(warm: ModelRu
         outputs.update((out.request_id, out) for out in engine.step())
         for batch in batches[:-1]:      # all but the newest step were fetched
             for array in batch:
-                array.fill(63)
+                if array.flags.writeable:
+                    array.fill(63)
     assert tokens_of(outputs[f"request-{i}"] for i in sorted(int(name.split("-")[1]) for name in outputs)) == expected
 
 
-def test_overwriting_host_arrays_right_after_dispatch_does_not_reach_the_running_step(warm: ModelRunner, monkeypatch: pytest.MonkeyPatch
-                                                                                     ) -> None:
+def test_overwriting_host_arrays_right_after_dispatch_does_not_reach_the_running_step(
+        warm: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and page tables are copied into the step's own buffers, which nothing writes after dispatch."""
     prompts = random_prompts(4, seed=3, shortest=30)
     engine = make_engine(warm, prefill_chunk_tokens=16)
@@ -276,7 +277,8 @@ class Fault:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("message", ["INTERNAL: the kernel hung", "RESOURCE_EXHAUSTED: out of memory"])
-def test_failure_after_donation_is_an_engine_error_and_the_engine_works_on(warm: ModelRunner, message: str, after: int, overlap: bool) -> None:
+def test_failure_after_donation_is_an_engine_error_and_the_engine_works_on(warm: ModelRunner, message: str, after: int,
+                                                                           overlap: bool) -> None:
     """F04: the user sees the cause, never "Array has been deleted"; the cache is empty, the next call is right."""
     prompts = random_prompts(3, seed=5)
     engine = make_engine(warm, overlap=overlap)
@@ -305,7 +307,8 @@ def test_failure_after_donation_is_an_engine_error_and_the_engine_works_on(warm:
         lm().assert_greedy(prompt, out.outputs[0].token_ids, 9)
 
 
-def test_failure_while_results_are_fetched_is_an_engine_error(warm: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_while_results_are_fetched_is_an_engine_error(warm: ModelRunner, monkeypatch: pytest.MonkeyPatch
+                                                              ) -> None:
     """An asynchronous failure shows up only where the host waits."""
     engine = make_engine(warm)
     real, calls = engine_module._fetch, []

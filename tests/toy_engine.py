@@ -76,7 +76,8 @@ class ToyLM:
         """Each output token is the best one of REF, or within `TIE` of it."""
         assert len(output) == num_tokens or num_tokens is None and output, (num_tokens, output)
         behind = _behind_the_best(self, tuple(prompt), tuple(output))
-        assert behind.max() <= TIE, f"token {int(behind.argmax())} of {list(output)} is {behind.max():.3g} behind the best"
+        worst = int(behind.argmax())
+        assert behind[worst] <= TIE, f"token {worst} of {list(output)} is {behind[worst]:.3g} behind the best"
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """float64[T, V]."""
