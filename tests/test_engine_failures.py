@@ -127,8 +127,8 @@ def check_interrupts(num_places: int, **sizes: object) -> None:
     assert expected == expect_tokens(new_engine(**sizes))
     total = count_lines(**sizes)
     places = {check_interrupt(line, expected, **sizes) for line in range(1, total, max(total // num_places, 1))}
-    names = {place.split(":")[0] for place in places if place}
-    assert {"Scheduler", "Engine", "RadixTree", "PrefixCache"} <= {name.split(".")[0] for name in names}
+    functions = {place.split(":")[0] for place in places if place}
+    assert len(functions) > 10 and {"Scheduler", "Engine"} <= {name.split(".")[0] for name in functions}
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(overlap=False), dict(decode_steps=3)])

@@ -51,7 +51,8 @@ class Scheduler:
         self._preempted: deque[Request] = deque()
         self._running: list[Request] = []            # in order of arrival
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._ended: list[Request] = []
+        self._ended: list[Request] = []              # since the last take_ended
+        self._admitted: list[Request] = []           # since the last plan
 
     # -- requests in and out
 
@@ -107,7 +108,7 @@ class Scheduler:
             if budget and (row := self._plan_chunk(request, budget)):
                 prefill.append(row)
                 budget -= row.num_tokens
-        admitted = self._admit(prefill, budget)
+        self._admit(prefill, budget)
         if not decode and not prefill and self._is_stuck():
             return self.schedule()
         num_steps = 1
@@ -117,9 +118,11 @@ class Scheduler:
                 row.num_samples = min(num_steps, row.request.num_left)
         singles = [row for row in prefill if row.num_tokens == 1]
         plan = StepPlan([*decode, *singles, *(row for row in prefill if row.num_tokens > 1)], len(decode) + len(singles),
-                        num_steps, admitted, sum(row.num_tokens for row in prefill))
+                        num_steps, num_prefill_tokens=sum(row.num_tokens for row in prefill))
         if not plan.rows:
             return None
+        plan.admitted = [r for r in self._admitted if r.state is RequestState.RUNNING]
+        self._admitted.clear()
         self._book(plan, prefill)
         return plan
 
@@ -218,15 +221,14 @@ class Scheduler:
         return Row(request, request.num_computed, n, request.slot, int(is_last and request.num_left > 0), False,
                    request.num_output, request.first_logit)
 
-    def _admit(self, prefill: list[Row], budget: int) -> list[Request]:
+    def _admit(self, prefill: list[Row], budget: int) -> None:
         """Starts waiting requests while slots, budget and pages last; adds their first chunks to `prefill`."""
-        admitted: list[Request] = []
         if any(r.num_in_flight for r in self._preempted):
-            return admitted     # they resume first, once their tokens are known: nobody takes what they gave up
+            return              # they resume first, once their tokens are known: nobody takes what they gave up
         window = list(self._preempted)
         window += islice(self._waiting.values(), max(self.config.admission_window - len(window), 0))
         if not (window and self._free_slots and budget):
-            return admitted
+            return
         matched = [self.cache.num_matching_tokens(r.known_tokens, r.namespace, max_cached_tokens=r.first_logit)
                    for r in window]
         computing = [r for r in self._running if r.is_prefilling]
@@ -239,14 +241,13 @@ class Scheduler:
             del matched[i]
             for earlier, is_blocked in zip(window[:i], blocked):
                 earlier.num_passed_over += not is_blocked
-            admitted.append(request)
+            self._admitted.append(request)
             row = self._plan_chunk(request, budget)
             if row is None:
                 break
             prefill.append(row)
             budget -= row.num_tokens
             computing.append(request)
-        return admitted
 
     def _start(self, request: Request) -> bool:
         """Moves a waiting request to the running ones if its tokens fit beside what the others may still need."""
