@@ -8,6 +8,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.jradix-ready
 WORKERS ?= 2
+# Runs in CI on every other supported Python: layers, host tower, attention and its lowering to GPU and TPU, engine, batch job.
+SMOKE := $(addprefix tests/test_,layers.py radix_tree.py prefix_cache.py scheduler.py attention.py kv_cache.py models.py \
+	orbax.py tokenizer.py engine.py batch_files.py cli.py)
 
 .PHONY: env demo test test-full smoke clean
 
@@ -34,7 +37,8 @@ test-full: env
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow or not slow"
 
 smoke: env
-	$(BIN)/python -m pytest -m smoke
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SMOKE)
+	$(BIN)/python -m pytest tests/test_sampling.py -k lower
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-results.jsonl demo-report.json

@@ -29,6 +29,7 @@ logger = logging.getLogger("jradix")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 ON_ERROR = ("record", "raise", "truncate_left", "truncate_right")
+GENERATION_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DEFAULT_MAX_NUM_SEQS = {"cpu": 32}
 DEFAULT_CHUNK_TOKENS = {"cpu": 512}
 
@@ -58,7 +59,7 @@ class LLM:
       compile_cache_dir: where compiled steps are kept between runs; "auto": JAX's own setting, else a folder in the
         user's cache directory; None: nowhere.
       progress: progress bars; None: only on an interactive terminal or in a notebook.
-      quiet: print nothing (the memory plan otherwise goes to stderr in one line).
+      quiet: print nothing (memory plan and sampling defaults otherwise go to stderr, a line each).
 
     Raises:
       UnsupportedModel, CheckpointError, TokenizerError: the model cannot be loaded.
@@ -114,6 +115,10 @@ class LLM:
             runner, self.config, tokenizer=self.tokenizer,
             eos_ids=end_token_ids(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation),
             generation_config=generation if use_generation_config else {}, seed=seed, model_name=self.fingerprint)
+        defaults = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
+        if use_generation_config and defaults:
+            self._say("sampling defaults of the model, where a request gives none: "
+                      + ", ".join(f"{name}={value}" for name, value in defaults.items()))
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
         if warmup == "full":
             self.warmup()

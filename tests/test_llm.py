@@ -499,15 +499,17 @@ def test_missing_device_is_an_error_with_the_install_line(device: str, install: 
         LLM(folder, device=device, **SIZES)
 
 
-def test_start_says_where_it_runs_in_one_line(folder: Path, compiled: Path, capsys: pytest.CaptureFixture) -> None:
-    """B04, B05: device, memory plan from what is free; quiet says nothing; no progress bar without a terminal."""
+def test_start_says_where_it_runs_and_the_models_defaults(folder: Path, compiled: Path,
+                                                          capsys: pytest.CaptureFixture) -> None:
+    """B04, B05, P09: device, memory plan from what is free; quiet says nothing; no progress bar without a terminal."""
     with LLM(folder, compile_cache_dir=compiled, **{**SIZES, "quiet": False}) as llm:
         assert llm.stats()["device"].startswith("cpu:0")
         llm.generate(PROMPTS, greedy(2))
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
-    assert captured.out == "" and len(lines) == 1
+    assert captured.out == "" and len(lines) == 2
     assert "toy on cpu: weights" in lines[0] and "KV pool" in lines[0] and "free" in lines[0]
+    assert "sampling defaults" in lines[1] and "temperature=0.0" in lines[1]
     with LLM(folder, compile_cache_dir=compiled, **SIZES) as llm:
         llm.generate("x", greedy(1), progress=True)
     assert capsys.readouterr() == ("", "")
