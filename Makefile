@@ -1,6 +1,7 @@
 # make env        virtual environment with everything the tests need
 # make demo       answers examples/agents.jsonl with the embedded model and shows what the cache saved
 # make test       the test suite; make test-full adds the long forms; make smoke is the short set
+# CACHE_DIR=cache make demo starts from the prefix cache of an earlier such run, and saves it again.
 # PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.jradix-ready
 WORKERS ?= 2
 # Runs in CI on every other supported Python: layers, host tower, attention and its lowering to GPU and TPU, engine, batch job.
-SMOKE := $(addprefix tests/test_,layers.py radix_tree.py prefix_cache.py scheduler.py attention.py kv_cache.py models.py \
+SMOKE := tests/cache $(addprefix tests/test_,layers.py scheduler.py attention.py kv_cache.py page_moves.py models.py \
 	orbax.py tokenizer.py engine.py batch_files.py cli.py)
 
 .PHONY: env demo test test-full smoke clean
@@ -28,7 +29,7 @@ $(READY): pyproject.toml
 demo: env
 	@echo "== answering examples/agents.jsonl; a second run starts from the compiled steps of the first"
 	$(BIN)/jradix run examples/agents.jsonl -o demo-results.jsonl --model demo --overwrite --print-answers \
-		--report demo-report.json
+		--report demo-report.json $(if $(CACHE_DIR),--cache-dir $(CACHE_DIR))
 
 test: env
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

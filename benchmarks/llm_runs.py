@@ -94,5 +94,5 @@ def use_cache(llm: LLM, is_enabled: bool) -> None:
 
     Comparing one LLM with itself keeps weights, KV pages and compiled steps the same on both sides.
     """
-    llm.clear_cache()
+    llm.cache.clear()
     llm.engine.cache.enabled = is_enabled

@@ -22,6 +22,9 @@ PROMPT_TOKENS = 100_000
 CHUNK_TOKENS = 512                 # a request commits its prompt in chunks of this size
 MAX_MATCH_MS = 1.0
 MAX_EVICTION_US = 20.0
+MAX_REQUEST_US = 150.0             # match, lock, insert and release of a prompt
+REQUEST_TOKENS = 4096
+REQUEST_NODES = 100_000
 VOCABULARY = 49_152
 SCALE = {"ms": 1e3, "us": 1e6}
 
@@ -55,6 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     commit, release = time_commit(prompt, options.page_size, max(options.repeats // 5, 1))
     rows += [Row(f"commit of {CHUNK_TOKENS} tokens, {PROMPT_TOKENS:,} in all", commit, "us"),
              Row("release after it", release, "us")]
+    for num in (REQUEST_NODES // 100, REQUEST_NODES):
+        if num <= num_nodes:
+            for is_cached in (True, False):
+                times = time_request(num, options.page_size, 20 * options.repeats, is_cached=is_cached)
+                rows.append(Row(f"a {'cached' if is_cached else 'new'} prompt of {REQUEST_TOKENS:,} tokens, {num:,} nodes",
+                                times, "us", MAX_REQUEST_US))
     build, single, bulk = time_eviction(num_nodes, options.fanout, options.page_size)
     rows += [Row(f"insert of a page, {num_nodes:,} nodes", build, "us"),
              Row("eviction of a node, one page per call", single, "us", MAX_EVICTION_US),
@@ -136,6 +145,38 @@ def time_commit(prompt: np.ndarray, page_size: int, repeats: int) -> tuple[Watch
     return commits, releases
 
 
+def time_request(num_nodes: int, page_size: int, repeats: int, *, is_cached: bool) -> Watch:
+    """Match, lock, insert and release of prompts in a cache of `num_nodes` nodes whose pool is full.
+
+    Each prompt shares its first half with others; its second half is cached as well, or new and to be made room for.
+    """
+    rng = np.random.default_rng(2)
+    half = REQUEST_TOKENS // 2
+    heads = rng.integers(0, VOCABULARY, (num_nodes // 200, half)).astype(np.int32)
+    num_pages = len(heads) * half // page_size + num_nodes
+    cache = PrefixCache.create(page_size=page_size, num_pages=num_pages, max_pages=REQUEST_TOKENS // page_size)
+    for i in range(num_nodes):
+        run_request(cache, np.concatenate([heads[i % len(heads)], rng.integers(0, VOCABULARY, page_size, np.int32)]))
+    watch = Watch(time.thread_time)
+    for i in range(repeats + 5):
+        prompt = np.concatenate([heads[i % len(heads)], rng.integers(0, VOCABULARY, half, np.int32)])
+        if is_cached:
+            run_request(cache, prompt)
+        watch.start()
+        run_request(cache, prompt)
+        watch.stop()
+    watch.wall_s, watch.cpu_s = watch.wall_s[5:], watch.cpu_s[5:]
+    return watch
+
+
+def run_request(cache: PrefixCache, prompt: np.ndarray) -> None:
+    """What the cache does for a request that generates nothing."""
+    lease = cache.acquire(prompt)
+    cache.extend(lease, len(prompt))
+    cache.release(lease, prompt)
+    cache.take_moves()
+
+
 def time_eviction(num_nodes: int, fanout: int, page_size: int) -> tuple[Watch, Watch, Watch]:
     """Per node of one page: building the tree, evicting half of it page by page, and evicting the rest in ten calls.
 
@@ -146,7 +187,7 @@ def time_eviction(num_nodes: int, fanout: int, page_size: int) -> tuple[Watch, W
     num_leaves = num_nodes - num_parents
     firsts = rng.integers(0, VOCABULARY, (num_parents, page_size)).astype(np.int32)
     owners = rng.permutation(np.arange(num_leaves) % num_parents)
-    tree = RadixTree(page_size)
+    tree = RadixTree(page_size, history_pages=num_nodes // 2)
     for i, first in enumerate(firsts):
         tree.insert(first, np.array([i + 1]))
     build, single, bulk = Watch(time.thread_time), Watch(time.thread_time), Watch(time.thread_time)

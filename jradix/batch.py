@@ -6,6 +6,7 @@ padding at the end. Positions and KV slots follow from `cu_q_lens`, `kv_lens` an
 """
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any, NamedTuple
 
@@ -95,6 +96,29 @@ class PackedBatch(NamedTuple):
     row_floats: np.ndarray
     logit_rows: np.ndarray
     logit_targets: np.ndarray
+
+
+class MoveKind(enum.Enum):
+    """From where to where a page's content goes."""
+    COPY = "device to device"
+    OUT = "device to host"
+    IN = "host to device"
+
+
+class PageMove(NamedTuple):
+    """Pages whose content is to be copied before a step; the source keeps its own.
+
+    The moves of a list happen in order, each as if alone; a move of n pages is n moves of one page. Page ids of the
+    device and of the host both start at 1.
+
+    Attributes:
+      kind: which side `source` and `target` are on.
+      source: int32[G, n] page ids, by KV group.
+      target: int32[G, n] page ids.
+    """
+    kind: MoveKind
+    source: np.ndarray
+    target: np.ndarray
 
 
 class StepLayout:

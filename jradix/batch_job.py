@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jradix.llm import LLM
 
 DEFAULT_MAX_INFLIGHT = 256
+ORDER_WINDOW = 4096          # lines read ahead and put in the order in which they share most
 LOWEST_LOGPROB = -9999.0     # stands for minus infinity, which JSON does not have
 PROGRESS_S = 0.5             # seconds between two looks at the engine's statistics
 ERRORS_SHOWN = 5
@@ -54,6 +55,7 @@ class BatchSummary:
       computed_prompt_tokens, cached_prompt_tokens: * prompt tokens run through the model, and reused from the cache.
       generated_tokens: * output tokens.
       hit_rate: * cached / (cached + computed) prompt tokens, 0 where there were none.
+      saved_cache_pages: * pages of the prefix cache written to `cache_dir`.
       load_s, run_s: * seconds until the model was ready, and from there to the last result.
       requests_per_s: * computed / run_s.
     """
@@ -76,6 +78,7 @@ class BatchSummary:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     hit_rate: float = 0.0
+    saved_cache_pages: int = 0
     load_s: float = 0.0
     run_s: float = 0.0
     requests_per_s: float = 0.0
@@ -88,6 +91,8 @@ class BatchSummary:
                  f"{self.computed:,} requests in {self.run_s:.1f} s ({self.requests_per_s:.2f}/s), model ready after "
                  f"{self.load_s:.1f} s",
                  f"results: {self.output}"]
+        if self.saved_cache_pages:
+            lines.append(f"prefix cache: {self.saved_cache_pages:,} pages saved for the next run")
         if self.other_model_lines:
             lines.append(f"{self.other_model_lines:,} lines ask for another model; all were answered by {self.model}")
         if self.control_token_lines:
@@ -99,7 +104,7 @@ class BatchSummary:
 def run_batch(input_path: str | os.PathLike[str], output_path: str | os.PathLike[str], open_llm: Callable[[], LLM], *,
               defaults: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None,
               max_inflight: int = DEFAULT_MAX_INFLIGHT, overwrite: bool = False, strict: bool = False,
-              report_path: str | os.PathLike[str] | None = None, show_progress: bool = True,
+              report_path: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None, show_progress: bool = True,
               answers_to: TextIO | None = None) -> BatchSummary:
     """Answers every line of a request file; called again with the same arguments, resumes.
 
@@ -114,11 +119,13 @@ def run_batch(input_path: str | os.PathLike[str], output_path: str | os.PathLike
       overwrite: throw away the results that are there.
       strict: refuse the whole job before any compute when one line is malformed.
       report_path: write the summary there as JSON.
+      cache_dir: save the prefix cache there at the end (`open_llm` may have loaded it from there).
       show_progress: draw a bar on standard error when that is a terminal.
       answers_to: print each custom_id and its answer there at the end, in the order of the input.
 
     Raises:
       BatchFileError: the files do not allow the job; results written so far stay.
+      SnapshotError: the cache cannot be saved; the results are complete.
       ValueError: a default is no valid sampling parameter, or max_inflight is not positive.
     """
     started = time.perf_counter()
@@ -143,6 +150,8 @@ def run_batch(input_path: str | os.PathLike[str], output_path: str | os.PathLike
             job.summary.load_s = time.perf_counter() - started
             job.run(max_inflight, show_progress)
             results.finish()
+            if cache_dir is not None and job.summary.computed:
+                job.summary.saved_cache_pages = llm.cache.save(cache_dir)
         summary = job.summary
         if report_path is not None:
             _write_report(report_path, summary)
@@ -200,7 +209,8 @@ class _BatchJob:
         before = self._llm.stats()["tokens"]
         if self._results.num_done < self._requests.num_items:
             with _progress_bar(self._requests.num_items, show_progress) as advance:
-                answers = self._llm.generate_iter(self._pending(), max_inflight=max_inflight)
+                answers = self._llm.generate_iter(self._pending(), max_inflight=max_inflight,
+                                                  order_window=ORDER_WINDOW)
                 with contextlib.closing(answers):
                     for index, output in answers:
                         self._write(self._open.pop(index), output)

@@ -7,7 +7,7 @@ Fields of the body (of the line itself in the plain form):
   model                 any text; the answer names the model that really ran
   as in SamplingParams  max_tokens (or max_completion_tokens) min_tokens temperature top_p top_k min_p n seed stop
                         stop_token_ids presence_penalty frequency_penalty repetition_penalty logit_bias prompt_logprobs
-                        ignore_eos skip_special_tokens include_stop_str_in_output
+                        ignore_eos skip_special_tokens include_stop_str_in_output cache cache_namespace
   logprobs              chat: true or false, with top_logprobs; completions: how many
   chat_template_kwargs  chat only
   stream, echo          only false
@@ -30,7 +30,7 @@ CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 _SAMPLING_FIELDS = frozenset((
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs", "ignore_eos",
-    "skip_special_tokens", "include_stop_str_in_output"))
+    "skip_special_tokens", "include_stop_str_in_output", "cache", "cache_namespace"))
 _IGNORED_FIELDS = frozenset(("user", "metadata", "store"))
 
 

@@ -1,6 +1,8 @@
-"""The command line: `jradix run` answers a file of requests, `jradix convert` rewrites a checkpoint.
+"""The command line: `jradix run` answers a file of requests, `jradix lint` looks at one before it is run, `jradix
+convert` rewrites a checkpoint.
 
-Exit codes: 0 all good; 1 finished, and some lines are error records; 2 could not run; 130 interrupted;
+Exit codes: 0 all good; 1 finished, and some lines are error records, or lint: the reuse is below --fail-under;
+2 could not run; 130 interrupted;
 141 the reader of the printed answers has gone.
 Nothing heavy is imported before a command needs it.
 """
@@ -13,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jradix.errors import JradixError
+from jradix.config import EVICTION_POLICIES
+from jradix.errors import BatchFileError, JradixError
 from jradix.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +27,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE | re.ASCII)
 
 # options handed to LLM under their own names; one that is not given leaves the LLM its default
 _LLM_OPTIONS = ("dtype", "page_size", "kv_cache_bytes", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "seed",
-                "device", "tokenizer", "revision", "memory_fraction", "decode_steps")
+                "device", "tokenizer", "revision", "memory_fraction", "decode_steps", "batch_order", "eviction_policy",
+                "min_ttl_s", "host_cache_bytes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +65,16 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, zero or more")
+    return value
 
 
 def _fraction(text: str) -> float:
@@ -111,7 +125,16 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--max-num-seqs", type=_positive, metavar="N", help="requests that run at the same time")
     model.add_argument("--prefill-chunk-tokens", type=_positive, metavar="N", help="prompt tokens computed in one step")
     model.add_argument("--decode-steps", type=_positive, metavar="N", help="decode steps in one device call")
-    model.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
+    cache = run.add_argument_group("prefix cache")
+    cache.add_argument("--cache-dir", metavar="DIR", help="start from the cache saved there, and save it there at the end")
+    cache.add_argument("--host-cache-bytes", type=parse_size, metavar="SIZE",
+                       help="memory of the machine for what the KV cache has no room for")
+    cache.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="what leaves the cache first (default: lru)")
+    cache.add_argument("--min-ttl-s", type=_seconds, metavar="S",
+                       help="do not evict what was used in the last S seconds while anything older is there")
+    cache.add_argument("--batch-order", choices=("depth_first", "arrival"),
+                       help="run the lines in the order in which they share most (default), or as they come")
+    cache.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
     sampling = run.add_argument_group("for lines that do not say")
     sampling.add_argument("--max-tokens", type=_sampling("max_tokens", int), metavar="N", help="output tokens at most")
     sampling.add_argument("--temperature", type=_sampling("temperature", float), metavar="T", help="0 is greedy")
@@ -124,6 +147,19 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--report", metavar="FILE", help="write the summary as JSON")
     job.add_argument("--print-answers", action="store_true", help="print all answers at the end, in input order")
     job.add_argument("--no-progress", action="store_true", help="no progress bar (there is none without a terminal)")
+
+    lint = commands.add_parser(
+        "lint", help="say what a file of requests will share, before it is run",
+        description="Looks at a JSONL file of requests without running it: how much of the prompts will be reused, "
+                    "which prefixes are shared, and which variable parts (dates, ids) in front of shared text keep it "
+                    "from being reused. Malformed lines are listed.")
+    lint.set_defaults(command=_lint, when_interrupted="Nothing was written.")
+    lint.add_argument("input", metavar="requests.jsonl", help="request lines")
+    lint.add_argument("--model", help="count the tokens of this model; its weights are not read (default: approximate)")
+    lint.add_argument("--page-size", type=_positive, metavar="N", default=16, help="tokens per KV page (default: 16)")
+    lint.add_argument("--fail-under", type=_fraction, metavar="F",
+                      help="exit with 1 when the reuse is below this fraction, as in 0.6")
+    lint.add_argument("--json", action="store_true", help="print one JSON object")
 
     convert = commands.add_parser("convert", help="rewrite a checkpoint for fast loading",
                                   description="Rewrites a checkpoint in a form that loads faster.")
@@ -138,12 +174,17 @@ def _run(args: argparse.Namespace) -> int:
     again = "the same command without --overwrite" if args.overwrite else "the same command"
     args.when_interrupted = f"Finished results are kept in {args.output}; {again} resumes."
     from jradix.batch_job import DEFAULT_MAX_INFLIGHT, run_batch
+    from jradix.cache.snapshot import has_snapshot
 
     options = {name: getattr(args, name) for name in _LLM_OPTIONS if getattr(args, name) is not None}
     if args.no_prefix_caching:
         options["enable_prefix_caching"] = False
     if args.no_progress:
         options["progress"] = False
+    if has_snapshot(args.cache_dir):
+        options["load_cache"] = args.cache_dir
+    if args.cache_dir and args.no_prefix_caching:
+        raise BatchFileError("--cache-dir and --no-prefix-caching: leave one of them out")
 
     def open_llm() -> LLM:
         from jradix.llm import LLM
@@ -154,11 +195,23 @@ def _run(args: argparse.Namespace) -> int:
     max_inflight = args.max_inflight or (4 * args.max_num_seqs if args.max_num_seqs else DEFAULT_MAX_INFLIGHT)
     summary = run_batch(args.input, args.output, open_llm, defaults=defaults,
                         settings={"seed": args.seed, "max_model_len": args.max_model_len}, max_inflight=max_inflight,
-                        overwrite=args.overwrite, strict=args.strict, report_path=args.report,
+                        overwrite=args.overwrite, strict=args.strict, report_path=args.report, cache_dir=args.cache_dir,
                         show_progress=not args.no_progress, answers_to=sys.stdout if args.print_answers else None)
     sys.stdout.flush()
     print(summary, file=sys.stderr)
     return 1 if summary.errors else 0
+
+
+def _lint(args: argparse.Namespace) -> int:
+    from jradix.lint import lint_file
+
+    report = lint_file(args.input, model=args.model, page_size=args.page_size)
+    print(report.to_json() if args.json else report)
+    sys.stdout.flush()
+    if args.fail_under is not None and report.reuse < args.fail_under:
+        print(f"jradix: the reuse of {report.reuse:.1%} is below --fail-under {args.fail_under:.1%}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -1,7 +1,10 @@
 """Sizes the host and the device must agree on. Plain values: nothing here touches a device."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+EVICTION_POLICIES = ("lru", "lfu", "slru")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class EngineConfig:
       admission_window: waiting requests looked at, in arrival order, when a row is free.
       max_bypass: times a waiting request may be overtaken before nothing may pass it any more.
       reserve_tokens: output tokens per running request that admission keeps room for.
+      eviction_policy: "lru", "lfu" or "slru".
+      min_ttl_s: cached prefixes used less than this many seconds ago are spared while an older one can go.
+      max_wait_s: how long a request waits, where only such young ones could make room for it.
+      max_pinned_fraction: share of the pool that pins may hold, in [0, 1].
+      thrash_window_s: seconds over which evicted and recomputed tokens are watched; 0: not at all.
+      thrash_share: share of recomputed ones among a window's prompt tokens, above which fewer requests may run
+        at once when one more would have to evict.
+      num_host_pages: pages of each group that the host's memory takes over when the device's pool is short (0: none).
     """
     page_size: int = 16
     num_pages: int = 1024
@@ -46,6 +57,13 @@ class EngineConfig:
     admission_window: int = 32
     max_bypass: int = 64
     reserve_tokens: int = 64
+    eviction_policy: str = "lru"
+    min_ttl_s: float = 0.0
+    max_wait_s: float = 1.0
+    max_pinned_fraction: float = 0.5
+    thrash_window_s: float = 10.0
+    thrash_share: float = 0.25
+    num_host_pages: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "decode_steps",
@@ -53,9 +71,18 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a positive integer")
-        for name in ("max_bypass", "reserve_tokens"):
+        for name in ("max_bypass", "reserve_tokens", "num_host_pages"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected zero or a positive integer")
+
+        for name in ("min_ttl_s", "max_wait_s", "thrash_window_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected seconds, zero or more")
+        for name in ("max_pinned_fraction", "thrash_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number from 0 to 1")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(f"eviction_policy={self.eviction_policy!r}: expected one of {', '.join(EVICTION_POLICIES)}")
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -95,23 +122,26 @@ class StepShapes:
 
     Padding costs time and every shape costs a compilation. Steps of decode rows alone are the many, so they get all row
     buckets; steps with prefill chunks get few of these, and many chunk buckets instead. With a sampler per row bucket
-    and two programs of one shape there are at most `MAX_PROGRAMS`.
+    and the programs of one shape there are at most `MAX_PROGRAMS`.
 
     Attributes:
       row_buckets: S of steps without chunks.
       chunk_row_buckets: S of steps with chunks, some of the row buckets.
       chunk_buckets: C of steps with chunks.
+      has_host_pages: pages also move between device and host.
     """
     row_buckets: tuple[int, ...]
     chunk_row_buckets: tuple[int, ...]
     chunk_buckets: tuple[int, ...]
+    has_host_pages: bool = False
 
     @classmethod
     def for_engine(cls, config: EngineConfig) -> StepShapes:
         rows = _buckets(ROW_BUCKETS, config.max_num_seqs)
         chunks = _buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8)
         while True:
-            shapes = cls(rows, tuple(sorted({rows[min(1, len(rows) - 1)], rows[-1]})), chunks)
+            chunk_rows = tuple(sorted({rows[min(1, len(rows) - 1)], rows[-1]}))
+            shapes = cls(rows, chunk_rows, chunks, config.num_host_pages > 0)
             if shapes.num_programs <= MAX_PROGRAMS:
                 return shapes
             if len(chunks) > 5:
@@ -121,8 +151,9 @@ class StepShapes:
 
     @property
     def num_programs(self) -> int:
-        """Forward passes, a sampler per row bucket, prompt log-probabilities, and the setting of a row's history."""
-        return len(self.all()) + len(self.row_buckets) + 2
+        """Forward passes, a sampler per row bucket, prompt log-probabilities, the setting of a row's history, and the
+        copying of pages, with host pages also out of and into the device's pool."""
+        return len(self.all()) + len(self.row_buckets) + 3 + 2 * self.has_host_pages
 
     def all(self) -> list[StepShape]:
         return [*(StepShape(rows, 0) for rows in self.row_buckets),

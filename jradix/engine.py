@@ -6,30 +6,38 @@ With `overlap`, `step` plans and dispatches step n+1 before it fetches the resul
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import secrets
 import time
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
 from jradix.batch import NUM_STOP_IDS, TokenLogprobs
+from jradix.cache.node import Namespace
+from jradix.cache.packed_tree import Unpacked, pack, unpack
 from jradix.cache.prefix_cache import PrefixCache
-from jradix.cache.radix_tree import Namespace
+from jradix.cache.snapshot import SnapshotIdentity, new_snapshot, open_snapshot
 from jradix.config import EngineConfig
-from jradix.errors import EngineError, RequestError
+from jradix.errors import EngineError, RequestError, SnapshotError
 from jradix.outputs import RequestOutput
 from jradix.request_group import RequestGroup
 from jradix.runner.runner import ModelRunner
 from jradix.runner.step import StepOutput
 from jradix.sampling_params import SamplingParams
+from jradix.sched.order import depth_first_order
 from jradix.sched.plan import StepPlan, build_step_batch
 from jradix.sched.request import Request, RequestState
 from jradix.sched.scheduler import Scheduler
 from jradix.tokenizer import Tokenizer
+
+
+AGE_POLL_S = 0.005     # between two looks when only the passing of time can make room
 
 
 @dataclass(slots=True)
@@ -132,7 +140,7 @@ class Engine:
             buffer[:len(tokens)] = tokens
             request = Request(
                 next(self._request_ids), buffer, len(tokens), params, max_output,
-                frozenset() if params.ignore_eos else self._eos_ids, self._namespace, self._stream(params, serial, index),
+                frozenset() if params.ignore_eos else self._eos_ids, self.namespace(params), self._stream(params, serial, index),
                 first_logit if index == 0 else None, detokenizer if params.stop else None)
             self.scheduler.add(request)     # all samples have the same prompt: only the first can be refused
             group.add_sample(request, detokenizer)
@@ -144,6 +152,33 @@ class Engine:
         """Raises the RequestError that `add_request` would raise; queues nothing."""
         params = (params or SamplingParams()).resolved(self._generation_config)
         self.scheduler.check_prompt_fits(len(self._check_prompt(prompt_token_ids, params)))
+
+    def sharing_order(self, prompts: Sequence[Sequence[int] | None], params: Sequence[SamplingParams | None]) -> list[int]:
+        """The order in which prompts share most: depth first over their trie, what is cached already first.
+
+        Each cache namespace by itself. Prompts that share nothing, or are no lists of token ids, keep their order.
+
+        Args:
+          prompts: token ids; None for one that cannot be read.
+          params: of each prompt.
+        """
+        groups: dict[Namespace | None, list[int]] = {}
+        tokens: dict[int, np.ndarray] = {}
+        for i, (prompt, given) in enumerate(zip(prompts, params)):
+            namespace = self.namespace(given or SamplingParams())
+            if namespace is not None and prompt is not None:
+                with contextlib.suppress(ValueError, TypeError, OverflowError):
+                    tokens[i] = np.array(prompt, np.int32)
+            is_list = i in tokens and tokens[i].ndim == 1 and len(tokens[i])
+            groups.setdefault(namespace if is_list else None, []).append(i)
+        order: list[int] = []
+        for namespace, places in groups.items():
+            if namespace is not None:
+                known = [tokens[i] for i in places]
+                cached = [self.cache.num_matching_tokens(prompt, namespace) for prompt in known]
+                places = [places[i] for i in depth_first_order(known, cached)]
+            order += places
+        return order
 
     def longest_prompt(self, params: SamplingParams | None = None) -> int:
         """Tokens of the longest prompt that can be served with these parameters."""
@@ -190,6 +225,9 @@ class Engine:
             self._interrupt()
             raise
         if not self._ready and launched is None and self._in_flight is None and self._groups:
+            if self.scheduler.waits_for_age:
+                time.sleep(AGE_POLL_S)
+                return []
             raise EngineError(f"{len(self._groups)} requests wait and none can run: {self.stats()['pool']}")
         return self._take_ready()
 
@@ -208,7 +246,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start: pool (pages), tokens, cache, steps, compilations."""
-        cache, done = self.cache, self.scheduler.counters
+        cache, done, guard = self.cache, self.scheduler.counters, self.scheduler.thrash_guard
         looked_up = cache.counters.num_lookup_tokens
         free = min(pool.num_free for pool in cache.pools)
         in_tree = cache.tree.num_evictable_pages + cache.tree.num_locked_pages
@@ -223,14 +261,55 @@ class Engine:
                         generated=done.num_generated_tokens),
             cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
                        hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
-                       evicted_pages=cache.counters.num_evicted_pages, eviction_policy="lru"),
+                       evicted_pages=cache.counters.num_evicted_pages,
+                       host_hit_tokens=cache.counters.num_host_hit_tokens, copied_tokens=cache.counters.num_copied_tokens,
+                       recomputed_tokens=cache.counters.num_recomputed_tokens,
+                       early_evictions=cache.counters.num_early_evictions, eviction_policy=cache.tree.queue.policy,
+                       pinned_pages=cache.pins.num_pages, pins=len(cache.pins)),
+            host_tier=dict(num_pages=cache.num_host_pages, in_use=cache.tree.num_host_pages,
+                           spilled_pages=cache.counters.num_spilled_pages),
+            thrash_guard=dict(active=guard.is_active, max_running=guard.limit, recomputed_share=guard.recomputed_share,
+                              activations=guard.num_activations),
             steps=done.num_steps, compiled_programs=self._runner.num_compiled,
             device=f"{self._runner.device.platform}:{self._runner.device.id} ({self._runner.device.device_kind})",
             host_time=dataclasses.asdict(self.host_time))
 
-    def clear_cache(self) -> int:
-        """Empties the prefix cache but for what running requests hold; returns the number of pages freed."""
-        return self.cache.clear()
+    def namespace(self, params: SamplingParams) -> Namespace | None:
+        """Where the KV of requests with these parameters is shared; None: nowhere."""
+        return self._namespace._replace(salt=params.cache_namespace) if params.cache else None
+
+    def save_cache(self, path: Path, identity: Mapping[str, Any]) -> int:
+        """Writes all that is cached, on device and host; returns the number of pages.
+
+        Args:
+          identity: fields of `jradix.cache.snapshot.SnapshotIdentity`.
+
+        Raises:
+          SnapshotError: the folder cannot be written, or the weights were replaced since the engine was made.
+        """
+        self._check_open()
+        if self._namespace.weights_version:
+            raise SnapshotError(f"snapshot {path}: the weights were replaced by update_weights, so a saved cache could not "
+                                "be told from one of the checkpoint's; make a new LLM on the new weights to save one")
+        self._runner.move_pages(self.cache.take_moves())
+        tree, pages, host_pages = pack(self.cache)
+        with new_snapshot(path, SnapshotIdentity(**identity), tree) as folder:
+            self._runner.save_pages(folder, pages, host_pages)
+        return pages.shape[1] + host_pages.shape[1]
+
+    def load_cache(self, path: Path, identity: Mapping[str, Any]) -> Unpacked:
+        """Adds what `save_cache` wrote, on free pages; says how many pages there were and had room.
+
+        Raises:
+          SnapshotError: the snapshot is damaged or of something else; the cache is as it was.
+        """
+        self._check_open()
+        if self._namespace.weights_version:
+            raise SnapshotError(f"snapshot {path}: it belongs to the checkpoint's weights, which update_weights replaced")
+        snapshot = open_snapshot(path, SnapshotIdentity(**identity))
+        self._runner.move_pages(self.cache.take_moves())
+        return unpack(self.cache, snapshot.tree, lambda rows, pages: self._runner.load_pages(
+            snapshot.pages_folder, rows, pages, snapshot.tree.num_rows))
 
     def update_weights(self, model: Any) -> None:
         """Replaces the weights by those of another model of the same shape; nothing cached before is used again.
@@ -245,7 +324,7 @@ class Engine:
                               "them before update_weights")
         self._runner.replace_weights(model)
         self._namespace = self._namespace._replace(weights_version=self._namespace.weights_version + 1)
-        self.cache.clear()
+        self.cache.clear(unpin=True)
 
     def check_invariants(self) -> None:
         """Recomputes the accounting of slots and pages; raises AssertionError with what differs. For tests."""
@@ -273,6 +352,8 @@ class Engine:
             self._is_committing = False
             return None
         t1 = time.thread_time()
+        if plan.page_moves:
+            self._runner.move_pages(plan.page_moves)
         for request in plan.admitted:
             self._prepare_slot(request)
         shape = self._runner.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
@@ -440,7 +521,9 @@ class Engine:
     def _reset_scheduler(self) -> None:
         self.cache = PrefixCache.create(
             page_size=self.config.page_size, num_pages=self.config.num_pages, max_pages=self.config.max_pages_per_seq,
-            num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching)
+            num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching,
+            num_host_pages=self.config.num_host_pages, eviction_policy=self.config.eviction_policy,
+            min_ttl_s=self.config.min_ttl_s, max_pinned_fraction=self.config.max_pinned_fraction, clock=self._clock)
         self.scheduler = Scheduler(self.config, self.cache, clock=self._clock)
 
 
@@ -448,7 +531,7 @@ def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
     """Refuses what lies beyond the device's arrays: there a page id or slot would be clamped or dropped in silence."""
     if config.page_size != runner.page_size:
         raise ValueError(f"page_size={config.page_size}, but the runner was made with {runner.page_size}")
-    for name in ("num_pages", "max_num_seqs", "max_pages_per_seq", "prefill_chunk_tokens"):
+    for name in ("num_pages", "num_host_pages", "max_num_seqs", "max_pages_per_seq", "prefill_chunk_tokens"):
         if getattr(config, name) > getattr(runner, name):
             raise ValueError(f"{name}={getattr(config, name)}, but the runner was made with {getattr(runner, name)}; "
                              "expected at most that")

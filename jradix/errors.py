@@ -30,9 +30,21 @@ class OutOfPages(JradixError):
     """The pool has too few pages, free and evictable together. Nothing was changed."""
 
 
+class PagesTooYoung(OutOfPages):
+    """Enough pages could be evicted, but they were used less than `min_ttl_s` ago."""
+
+
+class PinError(JradixError, ValueError):
+    """A prefix cannot be pinned: over the budget, longer than the pool, a bad time to live, or not pinned at all."""
+
+
 class EngineError(JradixError, RuntimeError):
     """A step failed or the engine is closed. The cause is chained."""
 
 
 class BatchFileError(JradixError, OSError):
     """The batch job cannot run: unreadable input, locked or foreign output file, no space left."""
+
+
+class SnapshotError(JradixError, OSError):
+    """A saved cache cannot be written or used: damaged, of another model or layout, no space left. Nothing changed."""

@@ -1,33 +1,43 @@
 """The LLM class: a model, its tokenizer and one engine behind generate, chat, stream and score."""
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import logging
 import sys
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jradix.config import EngineConfig, StepShapes
 from jradix.engine import Engine
-from jradix.errors import EngineError, RequestError
+from jradix.errors import EngineError, RequestError, TokenizerError
+from jradix.llm_cache import LLMCache
 from jradix.loading import end_token_ids, find_device, keep_compilations, load_tokenizer
 from jradix.model_files import resolve
 from jradix.outputs import RequestOutput, ScoreOutput, StreamDelta
 from jradix.progress import ProgressBar
-from jradix.runner.memory import plan_memory
+from jradix.runner.memory import plan_host_pages, plan_memory
 from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams
+from jradix.stats_table import Stats
 from jradix.tokenizer import Tokenizer
 from jradix.weights.dtype import kv_dtype, resolve_dtype
 from jradix.weights.loader import load_config, load_generation_config, load_model, weights_fingerprint
+
+if TYPE_CHECKING:
+    from jradix.cache.node import Namespace
+    from jradix.cache.prefix_cache import PrefixCache
 
 logger = logging.getLogger("jradix")
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+BATCH_ORDERS = ("depth_first", "arrival")
 ON_ERROR = ("record", "raise", "truncate_left", "truncate_right")
 GENERATION_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DEFAULT_MAX_NUM_SEQS = {"cpu": 32}
@@ -52,6 +62,14 @@ class LLM:
       revision: of a hub id.
       memory_fraction: share of the device's free memory to use; None: 0.5 on CPU (at most 2 GiB of KV), 0.9 elsewhere.
       device: "cpu", "gpu" or "tpu"; None: the best there is.
+      batch_order: "depth_first" runs the prompts of one call in the order in which they share most; "arrival" as given.
+        Results come in the order given, either way.
+      eviction_policy: what leaves the cache first: "lru", "lfu" or "slru" (spares what was used again).
+      min_ttl_s: prefixes used less than this many seconds ago are not evicted while an older one can be.
+      max_wait_s: how long a request waits where only such young prefixes could make room for it.
+      max_pinned_fraction: share of the KV pool that `cache.pin` may protect.
+      host_cache_bytes: memory of the machine for KV that the device's pool has no room for; None: none.
+      load_cache: folder written by `cache.save` to start from.
       decode_steps: decode steps in one device call while nothing waits for admission; 1: off.
       overlap: plan the next step while the device runs this one.
       use_generation_config: False ignores the model's `generation_config.json` and starts from neutral sampling.
@@ -71,11 +89,16 @@ class LLM:
                  kv_cache_bytes: int | None = None, max_model_len: int | None = None, max_num_seqs: int | None = None,
                  prefill_chunk_tokens: int | None = None, enable_prefix_caching: bool = True, seed: int | None = 0,
                  tokenizer: str | Path | None = None, chat_template: str | None = None, revision: str | None = None,
-                 memory_fraction: float | None = None, device: str | None = None, decode_steps: int = 1,
+                 memory_fraction: float | None = None, device: str | None = None, batch_order: str = "depth_first",
+                 eviction_policy: str = "lru", min_ttl_s: float = 0.0, max_wait_s: float = 1.0,
+                 max_pinned_fraction: float = 0.5, host_cache_bytes: int | None = None,
+                 load_cache: str | Path | None = None, decode_steps: int = 1,
                  overlap: bool = True, use_generation_config: bool = True, warmup: str = "none",
                  compile_cache_dir: str | Path | None = "auto", progress: bool | None = None, quiet: bool = False):
         if warmup not in ("none", "full"):
             raise ValueError(f'warmup={warmup!r}: expected "none" or "full"')
+        if batch_order not in BATCH_ORDERS:
+            raise ValueError(f"batch_order={batch_order!r}: expected one of {BATCH_ORDERS}")
         files = resolve(str(model), revision=revision)
         model_config = load_config(files)
         self.tokenizer = load_tokenizer(files, tokenizer, chat_template)
@@ -87,7 +110,10 @@ class LLM:
         max_num_seqs = max_num_seqs or DEFAULT_MAX_NUM_SEQS.get(chosen.platform, 256)
         prefill_chunk_tokens = prefill_chunk_tokens or DEFAULT_CHUNK_TOKENS.get(chosen.platform, 2048)
         page_size = 16 if page_size is None else page_size
-        sizes = EngineConfig(page_size=page_size, max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens)
+        sizes = EngineConfig(page_size=page_size, max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens,
+                             eviction_policy=eviction_policy, min_ttl_s=min_ttl_s, max_wait_s=max_wait_s,
+                             max_pinned_fraction=max_pinned_fraction, decode_steps=decode_steps, overlap=overlap,
+                             enable_prefix_caching=enable_prefix_caching)
         plan = plan_memory(
             model_config, device=chosen, weight_dtype=weight_dtype, kv_dtype=pool_dtype, page_size=page_size,
             max_num_seqs=max_num_seqs, step_tokens=StepShapes.for_engine(sizes).all()[-1].num_tokens,
@@ -95,11 +121,12 @@ class LLM:
         self._quiet, self._progress = quiet, progress
         self._say(plan.describe(files.name, f"{weight_dtype.name}, {reason}" if reason else weight_dtype.name,
                                 pool_dtype.name))
-        self.config = EngineConfig(
-            page_size=page_size, num_pages=plan.num_pages,
-            max_model_len=max_model_len or min(model_config.max_model_len, plan.num_pages * page_size),
-            max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens, decode_steps=decode_steps,
-            overlap=overlap, enable_prefix_caching=enable_prefix_caching)
+        num_host_pages = 0
+        if host_cache_bytes is not None:
+            num_host_pages = plan_host_pages(model_config, plan, host_cache_bytes=host_cache_bytes, kv_dtype=pool_dtype)
+        self.config = dataclasses.replace(
+            sizes, num_pages=plan.num_pages, num_host_pages=num_host_pages,
+            max_model_len=max_model_len or min(model_config.max_model_len, plan.num_pages * page_size))
         with self._bar("loading", progress) as bar:
             weights = load_model(files, dtype=weight_dtype, device=chosen, progress=bar.update)
         generation = load_generation_config(files)
@@ -107,9 +134,13 @@ class LLM:
                              num_valid_tokens=self.tokenizer.vocab_size)
         self.model_name = files.name
         self.memory_plan = plan
-        self.fingerprint = hashlib.blake2b(
-            f"{weights_fingerprint(files)} {self.tokenizer.fingerprint} {weight_dtype.name}".encode(),
-            digest_size=8).hexdigest()
+        weights_name = weights_fingerprint(files)
+        self.fingerprint = _digest(f"{weights_name} {self.tokenizer.fingerprint} {weight_dtype.name}")
+        self._identity = dict(
+            weights=weights_name, config=_digest(repr(model_config)), tokenizer=self.tokenizer.fingerprint,
+            weight_dtype=weight_dtype.name, kv_dtype=pool_dtype.name, page_size=page_size,
+            num_layers=model_config.num_layers, num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
+            groups=tuple(group.layers for group in model_config.kv_groups()))
         self._runner = runner
         self.engine = Engine(
             runner, self.config, tokenizer=self.tokenizer,
@@ -119,7 +150,11 @@ class LLM:
         if use_generation_config and defaults:
             self._say("sampling defaults of the model, where a request gives none: "
                       + ", ".join(f"{name}={value}" for name, value in defaults.items()))
+        self.cache = LLMCache(self)
+        self._batch_order = batch_order
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
+        if load_cache is not None:
+            self.load_cache(Path(load_cache))
         if warmup == "full":
             self.warmup()
 
@@ -180,7 +215,7 @@ class LLM:
         return self._run_all(requests, on_error, progress)
 
     def generate_iter(self, requests: Iterable[tuple[Prompt, SamplingParams | None]], *,
-                      max_inflight: int | None = None) -> Iterator[tuple[int, RequestOutput]]:
+                      max_inflight: int | None = None, order_window: int = 1) -> Iterator[tuple[int, RequestOutput]]:
         """Completes a stream of requests: pulls them as room appears, yields (index, output) as each ends.
 
         A request that cannot be served is an output with `error`. Closing the iterator aborts what still runs.
@@ -188,12 +223,16 @@ class LLM:
         Args:
           requests: (prompt, params) pairs, read lazily.
           max_inflight: requests open at once; None: 8 times max_num_seqs.
+          order_window: requests pulled at a time and, with batch_order="depth_first", run in the order in which they
+            share most; 1: as they come.
         """
         if max_inflight is None:
             max_inflight = 8 * self.config.max_num_seqs
         if max_inflight < 1:
             raise ValueError(f"max_inflight={max_inflight}: expected a positive integer")
-        return self._iterate(iter(requests), max_inflight)
+        if order_window < 1:
+            raise ValueError(f"order_window={order_window}: expected a positive integer")
+        return self._iterate(iter(requests), max_inflight, order_window)
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
                ) -> Iterator[StreamDelta]:
@@ -273,15 +312,44 @@ class LLM:
         with self._bar("compiling", self._progress) as bar:
             self._runner.warmup(bar.update)
 
-    def stats(self) -> dict[str, Any]:
-        """Pool use in pages, hit rate, tokens computed and saved, steps, compilations, device."""
+    def stats(self) -> Stats:
+        """Pool use in pages, hit rate, tokens computed and saved, steps, compilations, device. Prints as a table."""
         self._check_open()
-        return self.engine.stats()
+        return Stats(self.engine.stats())
 
-    def clear_cache(self) -> int:
-        """Empties the prefix cache; returns the number of pages freed."""
+    def save_cache(self, path: Path) -> int:
+        """`cache.save`."""
         self._check_open()
-        return self.engine.clear_cache()
+        return self.engine.save_cache(path, self._identity)
+
+    def load_cache(self, path: Path) -> int:
+        """`cache.load`."""
+        self._check_open()
+        loaded = self.engine.load_cache(path, self._identity)
+        self._say(f"loaded {loaded.num_loaded_pages} cached pages of {self.config.page_size} tokens from {path}"
+                  + (f"; {loaded.num_left_out_pages} found no room" if loaded.num_left_out_pages else ""))
+        return loaded.num_loaded_pages
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        self._check_open()
+        return self.engine.num_unfinished
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """The engine's cache; `cache` is the handle for users."""
+        self._check_open()
+        return self.engine.cache
+
+    def namespace(self, params: SamplingParams) -> Namespace | None:
+        """Where the KV of requests with these parameters is shared; None: nowhere."""
+        self._check_open()
+        return self.engine.namespace(params)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, as `generate` runs them. Raises RequestError."""
+        return self._encode(prompt)
 
     def close(self) -> None:
         """Gives back all device memory at once. Further calls do nothing."""
@@ -308,7 +376,8 @@ class LLM:
         try:
             with self._bar("generating", progress, len(requests)) as bar:
                 done = 0
-                for i, output in self._iterate(iter(requests), max(len(requests), 1), on_error, cut_off):
+                for i, output in self._iterate(iter(requests), max(len(requests), 1), max(len(requests), 1), on_error,
+                                               cut_off):
                     results[i] = output
                     done += 1
                     bar.update(done, len(requests))
@@ -329,23 +398,24 @@ class LLM:
         if bad:
             raise RequestError(f"{len(bad)} of {len(requests)} prompts cannot be served: " + "; ".join(bad))
 
-    def _iterate(self, requests: Iterator[tuple[Any, SamplingParams | None]], max_inflight: int,
+    def _iterate(self, requests: Iterator[tuple[Any, SamplingParams | None]], max_inflight: int, order_window: int,
                  on_error: str = "record", cut_off: dict[int, RequestOutput] | None = None
                  ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate_iter`; what it took up and could not yield any more is left in `cut_off`, by index."""
         self._check_open()
         places: dict[str, int] = {}
         ended: list[RequestOutput] = []
-        num_pulled, has_more = 0, True
+        in_order = self._in_order(requests, order_window)
+        has_more = True
         try:
             while True:
                 while has_more and len(places) < max_inflight:
-                    pulled = next(requests, None)
+                    pulled = next(in_order, None)
                     if pulled is None:
                         has_more = False
                         break
-                    place, num_pulled = num_pulled, num_pulled + 1
-                    name = self._submit(*pulled, on_error)
+                    place, prompt, params, ids = pulled
+                    name = self._submit(prompt, params, on_error, ids)
                     if isinstance(name, RequestOutput):
                         yield place, name
                         continue
@@ -362,15 +432,32 @@ class LLM:
             if cut_off is not None:
                 cut_off.update((places[o.request_id], o) for o in ended if o.request_id in places)
 
-    def _submit(self, prompt: Any, params: SamplingParams | None, on_error: str, *, is_streamed: bool = False
-                ) -> str | RequestOutput:
+    def _in_order(self, requests: Iterator[tuple[Any, SamplingParams | None]], window: int
+                  ) -> Iterator[tuple[int, Any, SamplingParams | None, list[int] | None]]:
+        """(place, prompt, params, token ids if known), each window of requests in the order to run them in."""
+        start = 0
+        while pulled := list(islice(requests, window)):
+            ids: list[list[int] | None] = [None] * len(pulled)
+            order: Iterable[int] = range(len(pulled))
+            if self._batch_order == "depth_first" and len(pulled) > 1:
+                for i, (prompt, _) in enumerate(pulled):
+                    with contextlib.suppress(RequestError, TokenizerError):     # raised again when it is submitted
+                        ids[i] = self._encode(prompt)
+                order = self.engine.sharing_order(ids, [params for _, params in pulled])
+            for i in order:
+                yield start + i, *pulled[i], ids[i]
+                ids[i] = None
+            start += len(pulled)
+
+    def _submit(self, prompt: Any, params: SamplingParams | None, on_error: str, known: list[int] | None = None, *,
+                is_streamed: bool = False) -> str | RequestOutput:
         """Queues one request: its id, or the record of why it cannot run."""
         text = prompt if isinstance(prompt, str) else None
         ids: list[int] = []
         try:
             if isinstance(prompt, RequestError):
                 raise prompt
-            ids = self._encode(prompt)
+            ids = self._encode(prompt) if known is None else known
             num_cut = 0
             if on_error.startswith("truncate"):
                 longest = self.engine.longest_prompt(params)
@@ -474,6 +561,10 @@ class LLM:
     def _bar(self, what: str, progress: bool | None, total: int = 0) -> ProgressBar:
         wanted = self._progress if progress is None else progress
         return ProgressBar(what, total, is_shown=False if self._quiet else wanted)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

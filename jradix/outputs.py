@@ -62,6 +62,30 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class CacheUse:
+    """What the prefix cache did for one request, in tokens of the prompt. `llm.cache.explain` says more.
+
+    Attributes:
+      num_cached_tokens: found, and not computed again.
+      num_host_tokens: of these, brought back from host memory.
+      num_copied_tokens: of these, in a page that was shared in part and copied.
+      num_evicted_tokens: further tokens that had been cached once and were evicted before this request came.
+    """
+    num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    num_copied_tokens: int = 0
+    num_evicted_tokens: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.num_cached_tokens} tokens from the cache"
+        parts = [f"{n} {what}" for n, what in ((self.num_host_tokens, "from host memory"),
+                                               (self.num_copied_tokens, "in a copied page")) if n]
+        if parts:
+            text += f" ({', '.join(parts)})"
+        return text + (f"; {self.num_evicted_tokens} more had been evicted" if self.num_evicted_tokens else "")
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The answer to one prompt.
 
@@ -73,6 +97,7 @@ class RequestOutput:
       finished: True when every sample has ended.
       outputs: one per sample.
       num_cached_tokens: prompt tokens found in the cache at admission of the first sample.
+      cache: what the cache did for it, of the first sample.
       num_truncated_tokens: prompt tokens cut off to make it fit (`on_error="truncate_left"` or `"truncate_right"`).
       metrics: times and counts.
       error: why the item failed; None when it did not.
@@ -85,6 +110,7 @@ class RequestOutput:
     finished: bool = False
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
+    cache: CacheUse = field(default_factory=CacheUse)
     num_truncated_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: str | None = None

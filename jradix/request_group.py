@@ -89,7 +89,8 @@ class RequestGroup:
         """Fills what is known once all samples have ended."""
         output, first, metrics = self.output, self.samples[0], self.output.metrics
         output.finished = True
-        output.num_cached_tokens = first.num_cached_tokens or 0
+        output.cache = first.cache_use or output.cache
+        output.num_cached_tokens = output.cache.num_cached_tokens
         if self.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *(self._prompt_logprobs.get(p) for p in range(1, first.num_prompt))]
         metrics.num_computed_tokens = sum(r.num_computed_prompt for r in self.samples)

@@ -34,6 +34,9 @@ class SamplingParams:
         from the raw logits, before temperature, penalties and filters.
       prompt_logprobs: the same for the prompt's tokens; such a request reads no cached pages, but fills the cache.
       skip_special_tokens: leave special tokens out of the text.
+      cache: False neither reads cached KV nor leaves any.
+      cache_namespace: KV is shared only between requests that name the same one: a text, or a tuple or list of texts and
+        integers; None: the common one.
 
     Raises:
       ValueError: a value is outside its range; the message names the field.
@@ -57,6 +60,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    cache: bool = True
+    cache_namespace: str | tuple[str | int, ...] | list[str | int] | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1)
@@ -72,9 +77,10 @@ class SamplingParams:
         self._number("repetition_penalty", 0, math.inf, none=True, above=True)
         self._integer("logprobs", 0, none=True, largest=MAX_LOGPROBS)
         self._integer("prompt_logprobs", 0, none=True, largest=MAX_LOGPROBS)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
+        object.__setattr__(self, "cache_namespace", checked_namespace(self.cache_namespace))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -135,6 +141,15 @@ class SamplingParams:
         if not ok or value > high or value < low or (above and value <= low):
             bound = f"{'>' if above else '>='} {low}" + ("" if high == math.inf else f" and <= {high}")
             raise ValueError(f"{name}={value!r}: expected a number {bound}{' or None' if none else ''}")
+
+
+def checked_namespace(value: Any) -> str | tuple[str | int, ...] | None:
+    """A `cache_namespace` in its hashable form. Raises ValueError for anything but texts and tuples of them."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, (tuple, list)) and value and all(isinstance(part, str) or _is_integer(part) for part in value):
+        return tuple(value)
+    raise ValueError(f"cache_namespace={value!r}: expected a non-empty text, or a tuple of texts and integers")
 
 
 def _is_integer(value: object) -> bool:

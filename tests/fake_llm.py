@@ -55,7 +55,7 @@ class FakeLLM:
     def markers_in(self, messages: list[dict]) -> list[str]:
         return [marker for marker in MARKERS if any(marker in m["content"] for m in messages)]
 
-    def generate_iter(self, requests: Iterable[tuple[str | list[int], SamplingParams]], *,
+    def generate_iter(self, requests: Iterable[tuple[str | list[int], SamplingParams]], *, order_window: int = 1,
                       max_inflight: int | None = None) -> Iterator[tuple[int, RequestOutput]]:
         self.max_inflight = max_inflight
         source = enumerate(requests)

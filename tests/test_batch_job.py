@@ -363,7 +363,7 @@ def test_failed_model_load_leaves_no_output(tmp_path):
 
 def test_engine_that_stops_early_is_an_error(tmp_path):
     class Lazy(FakeLLM):
-        def generate_iter(self, requests, *, max_inflight=None):
+        def generate_iter(self, requests, *, max_inflight=None, order_window=1):
             yield next(super().generate_iter(requests, max_inflight=max_inflight))
 
     write_requests(tmp_path, [chat("a", "x"), chat("b", "y")])

@@ -123,7 +123,7 @@ def test_defaults_and_seed_are_part_of_the_jobs_identity(folder, capsys):
 def test_max_inflight_follows_max_num_seqs(folder, monkeypatch, options, expected):
     seen = []
     generate_iter = FakeLLM.generate_iter
-    monkeypatch.setattr(CliLLM, "generate_iter", lambda self, requests, *, max_inflight=None: (
+    monkeypatch.setattr(CliLLM, "generate_iter", lambda self, requests, *, max_inflight=None, order_window=1: (
         seen.append(max_inflight), generate_iter(self, requests, max_inflight=max_inflight))[1])
     assert main(["run", "in.jsonl", "-o", "out.jsonl", "--model", "m", *options]) == 0
     assert seen == [expected]

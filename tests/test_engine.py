@@ -389,7 +389,7 @@ def test_stats_count_tokens_pages_and_requests() -> None:
     assert stats["cache"]["granularity"] == 4 and stats["cache"]["enabled"] and stats["device"].startswith("cpu:0")
     assert stats["steps"] == 12 and stats["compiled_programs"] >= 2
     assert set(stats["host_time"]) == {"schedule_s", "build_s", "dispatch_s", "wait_s", "output_s", "num_rows"}
-    assert engine.clear_cache() == stats["pool"]["cached"] > 0
+    assert engine.cache.clear() == stats["pool"]["cached"] > 0
     assert engine.stats()["pool"]["cached"] == 0
 
 

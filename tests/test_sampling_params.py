@@ -28,6 +28,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("logit_bias", {-1: 1.0}), ("logit_bias", {1: NAN}), ("logit_bias", [1, 2]), ("logit_bias", {"x": 1.0}),
     ("logprobs", -1), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True),
     ("prompt_logprobs", -1), ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("cache", 0), ("cache", None), ("cache_namespace", ""), ("cache_namespace", 3), ("cache_namespace", ()),
+    ("cache_namespace", [1.5]), ("cache_namespace", {"a": 1}), ("cache_namespace", ("a", None)),
 ]
 
 

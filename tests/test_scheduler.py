@@ -1,8 +1,11 @@
 """The scheduler against a simulated device: any schedule must give the tokens of a plain loop over one request.
 
-The device keeps KV as a dictionary of slots and reads nothing but the arrays of the `StepBatch`. A slot remembers the
-whole history of its token, as real KV does, and each planned row must find exactly its own history in its page table:
-wrong page tables, pages freed too early and wrong commits all show.
+The device keeps KV as a dictionary of slots and reads nothing but the plan's page moves and the arrays of the
+`StepBatch`. A slot remembers the whole history of its token, as real KV does. Moves are carried out in order, then what
+stands in free pages is lost, then the step writes. Each planned row must find exactly its own history in its page
+table, and each node of the tree its own in its pages, on the device or on the host: wrong page tables, pages freed too
+early, moves left out and wrong commits all show. What a request finds in the cache is held against a record of all
+that was handed in.
 """
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jradix.batch import StepLayout
-from jradix.cache.pages import SCRATCH_PAGE
-from jradix.cache.prefix_cache import PrefixCache
+from jradix.batch import MoveKind, PageMove, StepLayout
+from jradix.cache.node import Namespace, Tier
+from jradix.cache.pages import SCRATCH_PAGE, PagePool
+from jradix.cache.prefix_cache import Lease, PrefixCache
 from jradix.config import EngineConfig, StepShapes
 from jradix.errors import RequestError
 from jradix.sampling_params import SamplingParams
 from jradix.sched.plan import StepPlan, build_step_batch
-from jradix.sched.policy import choose
+from jradix.sched.policy import choose, shares_pending_prefix
 from jradix.sched.request import Request, RequestState
 from jradix.sched.scheduler import Scheduler
 
@@ -66,19 +70,28 @@ def plain_loop(request: Request) -> list[int]:
 
 
 class Device:
-    """Runs packed steps in the order of their dispatch. `kv[g]` maps slot (page * page_size + offset) to a history."""
+    """Runs packed steps in the order of their dispatch.
+
+    `kv[g]` maps slot (page * page_size + offset) to a history, `host_kv[g]` the same for pages of the host.
+    """
 
     def __init__(self, config: EngineConfig, cache: PrefixCache):
         self.config = config
         self.num_groups = len(cache.pools)
         self.shapes = StepShapes.for_engine(config)
+        self.cache = cache
         self.kv: list[dict[int, int]] = [{} for _ in cache.pools]
+        self.host_kv: list[dict[int, int]] = [{} for _ in cache.pools]
         self.last_token = [-1] * (config.max_num_seqs + 1)
         self.expected: dict[int, list[int]] = {}      # request id -> history after each token of the right answer
         self.num_poison = 0
+        self.num_moved_pages: Counter[MoveKind] = Counter()
 
     def dispatch(self, plan: StepPlan) -> np.ndarray:
-        """Runs a step from its packed arrays; the plan itself is only used to know what is right."""
+        """Runs a step from its moves and packed arrays; the rows are only used to know what is right."""
+        self.move(plan.page_moves)
+        self._poison(self.kv, self.cache.pools)
+        self._poison(self.host_kv, self.cache.host_pools)
         shape = self.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
         layout = StepLayout(shape, num_groups=self.num_groups, max_pages=self.config.max_pages_per_seq,
                             num_logit_rows=-(-shape.num_tokens // 32) * 32)
@@ -109,6 +122,41 @@ class Device:
                 if plan.num_steps > 1:
                     is_done[i] = token in params.stop_ids[i] or step + 1 >= params.tokens_left[i]
         return drawn
+
+    def move(self, moves: Sequence[PageMove]) -> None:
+        """Copies pages, one after the other; what a page does not hold its copy does not hold."""
+        page_size = self.config.page_size
+        for kind, sources, targets in moves:
+            assert sources.shape == targets.shape and len(sources) == self.num_groups and sources.size
+            self.num_moved_pages[kind] += sources.shape[1]
+            for g in range(self.num_groups):
+                read = (self.host_kv if kind is MoveKind.IN else self.kv)[g]
+                written = (self.host_kv if kind is MoveKind.OUT else self.kv)[g]
+                for source, target in zip(sources[g].tolist(), targets[g].tolist()):
+                    assert source != SCRATCH_PAGE and target != SCRATCH_PAGE
+                    for offset in range(page_size):
+                        content = read.get(source * page_size + offset)
+                        written.pop(target * page_size + offset, None)
+                        if content is not None:
+                            written[target * page_size + offset] = content
+
+    def check_tree(self) -> None:
+        """Every cached page that is here holds the histories its tokens say."""
+        page_size, tree = self.config.page_size, self.cache.tree
+        for node in tree.nodes():
+            right = histories(tree.tokens_of(node).tolist())[-(len(node.key) // 4):]
+            for g in range(self.num_groups):
+                kv = self.kv[g] if node.tier is Tier.DEVICE else self.host_kv[g]
+                pages = node.pages[g].tolist()
+                found = [kv.get(pages[i // page_size] * page_size + i % page_size) for i in range(len(right))]
+                assert found == right, f"a {node.tier.name} node of group {g} holds other KV than its tokens say"
+
+    def _poison(self, kv: list[dict[int, int]], pools: Sequence[PagePool]) -> None:
+        """A free page may be written at any time: nobody reads it any more."""
+        for g, pool in enumerate(pools):
+            for page in pool.free_pages().tolist():
+                for offset in range(self.config.page_size):
+                    kv[g].pop(page * self.config.page_size + offset, None)
 
     def expect(self, request: Request) -> None:
         tokens = [*request.tokens[:request.num_prompt].tolist(), *plain_loop(request)]
@@ -145,6 +193,58 @@ class Device:
             assert found == expected[:kv_len], f"request {request.request_id}, group {g}: wrong KV in {kv_len}"
 
 
+# -- what the cache must know
+
+
+class WatchedCache(PrefixCache):
+    """A cache that keeps a record of what was handed in, by histories, and holds each look-up against it.
+
+    What is committed in whole pages, or released, stays; tokens in the last page of a lease can be had while it lives.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kept: dict[Namespace, set[int]] = {}
+        self.tails: dict[Lease, list[int]] = {}
+        self.num_exact = 0
+
+    def longest_prefix(self, tokens: np.ndarray, namespace: Namespace | None) -> int:
+        """Leading tokens whose KV was handed in and not evicted, as far as nothing was evicted yet."""
+        if namespace is None or not self.enabled:
+            return 0
+        known = self.kept.get(namespace, set()).union(
+            *(tail for lease, tail in self.tails.items() if lease.namespace == namespace))
+        found = histories(tokens)
+        return next((n for n, history in enumerate(found) if history not in known), len(found))
+
+    def acquire(self, tokens: np.ndarray, namespace: Namespace | None = Namespace(), *,
+                max_cached_tokens: int | None = None, **options: object) -> Lease:
+        longest = len(tokens) - 1 if max_cached_tokens is None else min(max_cached_tokens, len(tokens) - 1)
+        expected = min(self.longest_prefix(tokens, namespace), longest)
+        is_exact = not self.counters.num_evicted_pages and self.num_available_pages * self.page_size > len(tokens)
+        promised = self.num_matching_tokens(tokens, namespace, max_cached_tokens=max_cached_tokens)
+        lease = super().acquire(tokens, namespace, max_cached_tokens=max_cached_tokens, **options)
+        assert lease.num_cached_tokens <= promised <= expected, "more found than there can be"
+        if is_exact:
+            assert lease.num_cached_tokens == expected, f"{lease.num_cached_tokens} of {expected} tokens found"
+            self.num_exact += 1
+        return lease
+
+    def commit(self, lease: Lease, tokens: np.ndarray) -> None:
+        super().commit(lease, tokens)
+        if lease.namespace is not None:
+            found = histories(tokens)
+            whole = len(tokens) // self.page_size * self.page_size
+            self.kept.setdefault(lease.namespace, set()).update(found[:whole])
+            self.tails[lease] = found[whole:]
+
+    def release(self, lease: Lease, tokens: np.ndarray | None = None) -> None:
+        super().release(lease, tokens)
+        tail = self.tails.pop(lease, [])
+        if tokens is not None and lease.namespace is not None:
+            self.kept.setdefault(lease.namespace, set()).update(tail)
+
+
 @dataclass
 class Simulation:
     """A scheduler with its device, and the two ways to drive them."""
@@ -155,21 +255,30 @@ class Simulation:
     requests: list[Request] = field(default_factory=list)
     in_flight: deque[tuple[StepPlan, np.ndarray]] = field(default_factory=deque)
     streamed: dict[int, list[int]] = field(default_factory=dict)
+    waited_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.cache = PrefixCache.create(
-            page_size=self.config.page_size, num_pages=self.config.num_pages, max_pages=self.config.max_pages_per_seq,
-            num_groups=self.num_groups, enabled=self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.config, self.cache, clock=lambda: float(len(self.plans)))
+        config = self.config
+        self.cache = WatchedCache.create(
+            page_size=config.page_size, num_pages=config.num_pages, max_pages=config.max_pages_per_seq,
+            num_groups=self.num_groups, enabled=config.enable_prefix_caching, num_host_pages=config.num_host_pages,
+            eviction_policy=config.eviction_policy, min_ttl_s=config.min_ttl_s,
+            max_pinned_fraction=config.max_pinned_fraction, clock=self.clock)
+        self.scheduler = Scheduler(config, self.cache, clock=self.clock)
         self.device = Device(self.config, self.cache)
 
+    def clock(self) -> float:
+        """A second per step, those in which nothing could run included."""
+        return len(self.plans) + self.waited_s
+
     def add(self, prompt: Sequence[int], max_tokens: int | None = 8, *, eos: bool = False,
-            first_logit: int | None = None, stop_token_ids: Sequence[int] = ()) -> Request:
+            first_logit: int | None = None, stop_token_ids: Sequence[int] = (),
+            namespace: Namespace | None = Namespace()) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=list(stop_token_ids)).resolved({})
         room = self.config.max_model_len - len(prompt)
         request = Request(len(self.requests), np.array(prompt, np.int32), len(prompt), params,
                           room if max_tokens is None else min(max_tokens, room), frozenset({EOS} if eos else ()),
-                          first_logit=first_logit)
+                          namespace=namespace, first_logit=first_logit)
         self.scheduler.add(request)
         self.requests.append(request)
         self.device.expect(request)
@@ -182,6 +291,7 @@ class Simulation:
             return None
         self._check_plan(plan)
         self.in_flight.append((plan, self.device.dispatch(plan)))
+        self.device.check_tree()
         self.plans.append(plan)
         return plan
 
@@ -194,6 +304,7 @@ class Simulation:
     def step(self) -> StepPlan | None:
         """One step as the engine does it: with overlap, plan n+1 before the results of n."""
         plan = self.schedule()
+        self.waited_s += plan is None
         depth = 1 if self.config.overlap and plan is not None else 0
         while len(self.in_flight) > depth:
             self.update()
@@ -220,6 +331,7 @@ class Simulation:
         """Nothing is left behind and every request got exactly one end."""
         self.scheduler.check_invariants()
         assert not self.in_flight and not list(self.scheduler.requests())
+        self.cache.pins.expire()
         assert self.cache.tree.num_locked_pages == 0 and self.cache.tree.root_locks() == 0
         assert all(pool.num_free + self.cache.tree.num_evictable_pages == pool.num_pages for pool in self.cache.pools)
         assert Counter(r.request_id for r in self.ended) == Counter(r.request_id for r in self.requests)
@@ -241,7 +353,7 @@ class Simulation:
             assert output == self.streamed.get(request.request_id, [])
             cached = request.num_cached_tokens
             if cached is not None:
-                assert cached % self.config.page_size == 0 and 0 <= cached < request.num_prompt
+                assert 0 <= cached < request.num_prompt
                 assert request.num_computed_prompt + cached <= request.num_prompt
                 if output and not request.num_preemptions:
                     assert request.num_computed_prompt + cached == request.num_prompt
@@ -262,6 +374,11 @@ def small_config(**changes: object) -> EngineConfig:
     sizes = dict(page_size=4, num_pages=64, max_model_len=64, max_num_seqs=4, prefill_chunk_tokens=16, reserve_tokens=0,
                  overlap=False)
     return EngineConfig(**{**sizes, **changes})
+
+
+def num_distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that stand after different prefixes, counted over all prompts."""
+    return len({history for prompt in prompts for history in histories(prompt)})
 
 
 def prompt_of(n: int, seed: int = 0) -> list[int]:
@@ -287,14 +404,17 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, int, list[tuple[int, list[
         decode_steps=draw(st.sampled_from([1, 3])), overlap=draw(st.booleans()),
         enable_prefix_caching=draw(st.sampled_from([True, True, False])), share_in_batch=draw(st.booleans()),
         admission_window=draw(st.sampled_from([1, 4])), max_bypass=draw(st.sampled_from([0, 2])),
-        reserve_tokens=draw(st.sampled_from([0, 0, 6])))
+        reserve_tokens=draw(st.sampled_from([0, 0, 6])), eviction_policy=draw(st.sampled_from(["lru", "lfu", "slru"])),
+        num_host_pages=draw(st.sampled_from([0, 0, 2, 9, 30])), min_ttl_s=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        max_wait_s=draw(st.sampled_from([0.0, 4.0])), thrash_window_s=draw(st.sampled_from([0.0, 6.0])),
+        thrash_share=draw(st.sampled_from([0.0, 0.25])))
     longest = min(config.max_model_len, config.pool_tokens) - 1
     arrivals = []
-    for _ in range(draw(st.integers(1, 7))):
+    for _ in range(draw(st.integers(1, 9))):
         shared = draw(st.sampled_from([0, 4, 8, 8, longest]))
         rest = draw(st.lists(st.integers(1, 2), max_size=4))
-        prompt = ([1] * shared + rest)[:longest] or [1]
-        arrivals.append((draw(st.sampled_from([0, 0, 1, 5])), prompt, draw(st.sampled_from([0, 1, 3, 9, 20, 20])),
+        prompt = ([draw(st.sampled_from([1, 1, 2, 3]))] * shared + rest)[:longest] or [1]
+        arrivals.append((draw(st.sampled_from([0, 0, 1, 5, 9])), prompt, draw(st.sampled_from([0, 1, 3, 9, 20, 20])),
                          draw(st.booleans()), draw(st.sampled_from([None, None, 0, 3]))))
     aborts = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=2))
     return config, draw(st.sampled_from([1, 1, 2])), arrivals, aborts
@@ -317,7 +437,7 @@ def run_workload(config: EngineConfig, num_groups: int, arrivals: list, aborts: 
     return simulation
 
 
-@settings(max_examples=90, deadline=None, derandomize=True, database=None,
+@settings(max_examples=110, deadline=None, derandomize=True, database=None,
           suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workload=workloads())
 def test_schedule_any_workload_gives_the_tokens_of_a_plain_loop(workload: tuple) -> None:
@@ -335,7 +455,7 @@ def test_schedule_tight_pool_preempts_and_loses_no_token(overlap: bool, page_siz
         rng = random.Random(seed)
         simulation = Simulation(small_config(
             page_size=page_size, num_pages=num_pages, max_num_seqs=5, overlap=overlap, prefill_chunk_tokens=12,
-            decode_steps=decode_steps))
+            decode_steps=decode_steps, num_host_pages=10 * (seed % 2)))
         for i in range(9):
             prompt = [1] * rng.randrange(12) + prompt_of(rng.randrange(1, 9), rng.randrange(3))
             if i > 4:       # the next turn of an earlier request, which may still run
@@ -354,7 +474,7 @@ def test_schedule_tight_pool_preempts_and_loses_no_token(overlap: bool, page_siz
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @both_ways
 def test_next_turn_finds_the_output_of_the_last_one(overlap: bool, page_size: int, decode_steps: int) -> None:
-    """All whole pages before the last sampled token, whose KV need not exist; also where a stop cut a step short."""
+    """To the last token but the last sampled one, whose KV need not exist; also where a stop cut a step short."""
     for seed in range(8):
         simulation = Simulation(small_config(page_size=page_size, overlap=overlap, decode_steps=decode_steps))
         first = simulation.add(prompt_of(7, seed), 9 + seed, eos=True)
@@ -363,7 +483,8 @@ def test_next_turn_finds_the_output_of_the_last_one(overlap: bool, page_size: in
         second = simulation.add([*whole, 1, 2], 3)
         simulation.run()
         simulation.check_outputs()
-        assert second.num_cached_tokens == (len(whole) - 1) // page_size * page_size
+        assert second.num_cached_tokens == len(whole) - 1
+        assert second.cache_use.num_copied_tokens == (len(whole) - 1) % page_size
 
 
 # -- requests that do not fit
@@ -473,10 +594,10 @@ def test_preemption_keeps_cached_tokens_and_the_hit_rate(overlap: bool) -> None:
     simulation.run()
     others = [simulation.add(prompt_of(5, 1), 12), simulation.add(prompt_of(12), 10)]
     simulation.run()
-    assert others[1].num_preemptions > 0 and others[1].num_cached_tokens == 8 and first.num_cached_tokens == 0
+    assert others[1].num_preemptions > 0 and others[1].num_cached_tokens == 11 and first.num_cached_tokens == 0
     counters = simulation.cache.counters
-    assert (counters.num_lookups, counters.num_lookup_tokens, counters.num_hit_tokens) == (3, 29, 8)
-    assert simulation.scheduler.counters.num_cached_prompt_tokens == 8
+    assert (counters.num_lookups, counters.num_lookup_tokens, counters.num_hit_tokens) == (3, 29, 11)
+    assert simulation.scheduler.counters.num_cached_prompt_tokens == 11
     simulation.check_outputs()
 
 
@@ -695,23 +816,310 @@ def test_admission_refused_for_pages_counts_no_lookup() -> None:
     assert (counters.num_lookups, counters.num_lookup_tokens) == (2, 16)
 
 
+def test_evicted_prefix_comes_back_from_the_host_to_the_last_token() -> None:
+    """Whole pages and the tail go to the host and come back, in the order of the moves."""
+    simulation = Simulation(small_config(num_pages=8, num_host_pages=20))
+    prompts = [prompt_of(15, seed) for seed in range(4)]
+    for prompt in prompts:
+        simulation.add(prompt, 4)
+        simulation.run()
+    moved = simulation.device.num_moved_pages
+    assert moved[MoveKind.OUT] == simulation.cache.counters.num_spilled_pages > 8 and not moved[MoveKind.IN]
+    again = simulation.add(prompts[0], 4)
+    simulation.run()
+    simulation.check_outputs()
+    assert again.num_cached_tokens == 14 and moved[MoveKind.IN] >= 4
+    use = again.cache_use
+    assert (use.num_host_tokens, use.num_copied_tokens, use.num_evicted_tokens) == (12, 2, 0)
+    assert simulation.scheduler.counters.num_computed_prompt_tokens == 4 * 15 + 1
+
+
+def test_evicted_prefix_without_host_is_computed_again_and_counted() -> None:
+    simulation = Simulation(small_config(num_pages=8))
+    for seed in (0, 1, 2, 3, 0):
+        simulation.add(prompt_of(15, seed), 4)
+        simulation.run()
+    simulation.check_outputs()
+    use = simulation.requests[-1].cache_use
+    assert (use.num_cached_tokens, use.num_host_tokens, use.num_evicted_tokens) == (0, 0, 12)
+    assert simulation.cache.counters.num_recomputed_tokens == 12
+
+
+# -- young pages
+
+
+def fill_pool(**changes: object) -> Simulation:
+    """A pool of 8 pages, full of two prefixes: the first last used at 4 s, the second at 8 s."""
+    simulation = Simulation(small_config(num_pages=8, max_num_seqs=2, **changes))
+    for seed in range(2):
+        simulation.add(prompt_of(13, seed), 4)
+        simulation.run()
+    assert simulation.cache.num_free_pages == 0 and simulation.clock() == 10
+    return simulation
+
+
+def admission(simulation: Simulation, request: Request, max_steps: int = 60) -> float:
+    """When a request was admitted, by the simulation's clock."""
+    for _ in range(max_steps):
+        simulation.step()
+        if request.admitted_s is not None:
+            return request.admitted_s
+    raise AssertionError(f"not admitted in {max_steps} steps")
+
+
+def test_admission_waits_for_young_pages_then_evicts_the_oldest() -> None:
+    """Up to max_wait_s; the eviction is counted, and takes the pages unused for longest."""
+    simulation = fill_pool(min_ttl_s=1000.0, max_wait_s=6.0)
+    request = simulation.add(prompt_of(10, 7), 2)
+    assert not simulation.scheduler.waits_for_age
+    assert simulation.step() is None and simulation.scheduler.waits_for_age
+    assert admission(simulation, request) == 10 + 6 and not simulation.scheduler.waits_for_age
+    assert simulation.cache.counters.num_early_evictions > 0
+    simulation.run()
+    simulation.check_outputs()
+    second = np.array(prompt_of(13, 1), np.int32)
+    assert simulation.cache.num_matching_tokens(second, Namespace()) == 12
+    assert simulation.cache.num_matching_tokens(np.array(prompt_of(13), np.int32), Namespace()) < 8
+
+
+def test_admission_takes_pages_that_grew_old_without_waiting_longer() -> None:
+    simulation = fill_pool(min_ttl_s=12.0, max_wait_s=500.0)
+    used_s = sorted({node.used_s for node in simulation.cache.tree.nodes()})
+    request = simulation.add(prompt_of(10, 7), 2)
+    assert admission(simulation, request) == used_s[0] + 12 > 10
+    assert simulation.cache.counters.num_early_evictions == 0
+    simulation.run()
+    simulation.check_outputs()
+
+
+def test_admission_of_a_cached_prompt_does_not_wait_for_young_pages() -> None:
+    """What it needs is there; only the page it writes makes room for itself."""
+    simulation = fill_pool(min_ttl_s=1000.0, max_wait_s=500.0)
+    simulation.cache.evict(np.array(prompt_of(13), np.int32))
+    assert simulation.cache.num_free_pages == 4
+    request = simulation.add(prompt_of(13, 1) + [1], 2)
+    assert admission(simulation, request) == 10 and request.num_cached_tokens == 13
+    simulation.run()
+    simulation.check_outputs()
+    assert simulation.cache.counters.num_early_evictions == 0
+
+
+def test_admission_without_max_wait_evicts_young_pages_at_once() -> None:
+    simulation = fill_pool(min_ttl_s=1000.0, max_wait_s=0.0)
+    request = simulation.add(prompt_of(10, 7), 2)
+    assert admission(simulation, request) <= 11
+    assert simulation.cache.counters.num_early_evictions > 0
+
+
+# -- pins
+
+
+def test_running_request_gets_the_pages_of_a_pin_that_expires_meanwhile() -> None:
+    """In the middle of its prefill, when there is not one other page left."""
+    simulation = Simulation(small_config(num_pages=8))
+    simulation.add(prompt_of(16), 1)
+    simulation.run()
+    simulation.cache.pin(np.array(prompt_of(16), np.int32), ttl_s=5.0)
+    request = simulation.add(prompt_of(28, 1), 3)
+    simulation.step()
+    assert request.num_computed == 16 and simulation.cache.num_available_pages == 0
+    simulation.waited_s += 10
+    simulation.run()
+    simulation.check_outputs()
+    assert (request.finish_reason, request.stop_reason) == ("length", None)
+
+
+def test_waiting_request_gets_the_pages_of_a_pin_that_expired() -> None:
+    simulation = Simulation(small_config(num_pages=8, reserve_tokens=4))
+    simulation.add(prompt_of(16), 1)
+    simulation.run()
+    simulation.cache.pin(np.array(prompt_of(16), np.int32), ttl_s=8.0)
+    running, waiting = simulation.add(prompt_of(4, 1), 8), simulation.add(prompt_of(14, 2), 3)
+    simulation.step()
+    assert running.state is RequestState.RUNNING and waiting.state is RequestState.WAITING
+    assert admission(simulation, waiting) < 12
+    simulation.run()
+    simulation.check_outputs()
+    assert simulation.scheduler.counters.num_preemptions == 0
+
+
+# -- thrashing
+
+
+def thrash(**changes: object) -> Simulation:
+    """Three prefixes in turn, each computed again because the pool holds one; then two long answers run."""
+    config = dict(num_pages=26, max_model_len=100, max_num_seqs=4, prefill_chunk_tokens=64, thrash_window_s=200.0,
+                  thrash_share=0.25)
+    simulation = Simulation(small_config(**{**config, **changes}))
+    for seed in (0, 1, 2) * 3:
+        simulation.add(prompt_of(60, seed), 1)
+        simulation.run()
+    for seed in (20, 21):
+        simulation.add(prompt_of(5, seed), 40)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.scheduler.num_running == 2 and simulation.cache.num_free_pages < 5
+    return simulation
+
+
+def test_thrash_guard_holds_back_new_prefixes_while_running_work_ends() -> None:
+    simulation = thrash()
+    running, guard = simulation.requests[-2:], simulation.scheduler.thrash_guard
+    assert guard.is_active and (guard.limit, guard.num_activations) == (2, 1)
+    num_computed = simulation.scheduler.counters.num_computed_prompt_tokens
+    assert guard.recomputed_share == pytest.approx(6 * 56 / num_computed, rel=0.05)
+    held = simulation.add(prompt_of(20, 30), 2)
+    while all(request.finished_s is None for request in running):
+        assert held.admitted_s is None
+        simulation.step()
+    simulation.run()
+    assert held.admitted_s >= min(request.finished_s for request in running)
+    simulation.check_outputs()
+
+
+def test_thrash_guard_lets_a_prompt_in_that_evicts_nothing() -> None:
+    simulation = thrash()
+    simulation.cache.clear()
+    small = simulation.add(prompt_of(20, 30), 2)
+    simulation.step()
+    assert simulation.scheduler.thrash_guard.is_active and small.admitted_s is not None
+    simulation.run()
+    simulation.check_outputs()
+
+
+def test_thrash_guard_lets_go_when_the_window_has_passed() -> None:
+    """While the long answers still run: nothing was computed again for `thrash_window_s`."""
+    simulation = thrash(thrash_window_s=30.0)
+    running, now = simulation.requests[-2:], simulation.clock()
+    held = simulation.add(prompt_of(20, 30), 2)
+    assert now + 10 < admission(simulation, held) <= now + 32
+    assert all(request.finished_s is None for request in running)
+    assert not simulation.scheduler.thrash_guard.is_active
+    simulation.run()
+    simulation.check_outputs()
+
+
+@pytest.mark.parametrize("changes", [dict(thrash_window_s=0.0), dict(thrash_share=1.0), dict(max_bypass=0)])
+def test_thrash_guard_off_or_overruled_admits_at_once(changes: dict[str, object]) -> None:
+    """Without window, above any share, or for one that nobody may pass over any more."""
+    simulation = thrash(**changes)
+    request = simulation.add(prompt_of(20, 30), 2)
+    simulation.step()
+    assert request.admitted_s is not None and simulation.scheduler.num_running == 3
+    simulation.run()
+    simulation.check_outputs()
+
+
 # -- sharing and fairness
 
 
 @both_ways
 def test_same_prefix_in_one_batch_is_computed_once(overlap: bool) -> None:
     """S09: and the switch turns it off without changing a token."""
-    common, outputs, computed = prompt_of(64), [], []
+    prompts, outputs, computed = [prompt_of(64) + prompt_of(4, seed + 1) for seed in range(8)], [], []
     for share in (True, False):
         simulation = Simulation(small_config(max_model_len=128, num_pages=200, max_num_seqs=8,
                                              prefill_chunk_tokens=1024, overlap=overlap, share_in_batch=share))
-        for seed in range(8):
-            simulation.add(common + prompt_of(4, seed + 1), 6)
+        for prompt in prompts:
+            simulation.add(prompt, 6)
         outputs.append(simulation.run())
         simulation.check_outputs()
         computed.append(simulation.scheduler.counters.num_computed_prompt_tokens)
-    assert computed[0] <= 64 + 8 * 4 + 8 * 4 and computed[1] == 8 * 68
+    assert computed == [num_distinct_tokens(prompts), 8 * 68]
     assert outputs[0] == outputs[1]
+
+
+@both_ways
+@pytest.mark.parametrize("chunk_tokens", [7, 256])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_prefixes_of_odd_lengths_in_one_batch_are_computed_once(overlap: bool, page_size: int,
+                                                                chunk_tokens: int) -> None:
+    """Prompts that part anywhere in a page: the work is the number of distinct tokens, whatever the size of a page."""
+    common = prompt_of(70)
+    prompts = [common[:n] + [VOCAB + n, *prompt_of(3, n)] for n in (0, 1, 3, 5, 15, 17, 31, 63, 65, 67, 70)]
+    prompts += [[*prompts[5], 1], [*prompts[5], 2, 2], [*prompts[0], 5, 5, 5]]
+    random.Random(page_size).shuffle(prompts)
+    simulation = Simulation(small_config(
+        page_size=page_size, num_pages=2560 // page_size, max_model_len=128, max_num_seqs=8,
+        prefill_chunk_tokens=chunk_tokens, overlap=overlap, admission_window=16))
+    for prompt in prompts:
+        simulation.add(prompt, 2)
+    simulation.run()
+    simulation.check_outputs()
+    num_run_again = sum(prompt == other[:len(prompt)] for prompt in prompts for other in prompts) - len(prompts)
+    computed = simulation.scheduler.counters.num_computed_prompt_tokens
+    assert num_distinct_tokens(prompts) <= computed <= num_distinct_tokens(prompts) + num_run_again
+    assert simulation.cache.num_exact == len(prompts) and simulation.device.num_moved_pages[MoveKind.COPY] > 5
+
+
+@both_ways
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_same_prompt_many_times_in_one_batch_runs_one_token_each_after_the_first(overlap: bool, page_size: int) -> None:
+    """The page that the first one is still writing is copied for the others, though no page of it may be full."""
+    simulation = Simulation(small_config(page_size=page_size, num_pages=640 // page_size, prefill_chunk_tokens=5,
+                                         overlap=overlap))
+    requests = [simulation.add(prompt_of(23), 6) for _ in range(4)]
+    simulation.run()
+    simulation.check_outputs()
+    assert [request.num_cached_tokens for request in requests] == [0, 22, 22, 22]
+    assert [request.cache_use.num_copied_tokens for request in requests] == [0, *[22 % page_size] * 3]
+    assert simulation.scheduler.counters.num_computed_prompt_tokens == 23 + 3
+
+
+@pytest.mark.parametrize("waits, changes", [
+    (True, dict()),
+    (True, dict(matched=9)),                                        # the very last shared token
+    (False, dict(matched=10)),                                      # from here on they differ
+    (False, dict(num_computed=7)),                                  # computed already: no use to wait for it
+    (False, dict(num_computed=12)),
+    (True, dict(first_logit=7)),
+    (False, dict(first_logit=6)),                                   # the next token is run for its logits anyway
+    (False, dict(matched=10, tokens=[*range(10), 90])),             # only the last token is left: it is run anyway
+    (False, dict(namespace=None, other=None)),
+    (False, dict(namespace=Namespace(salt="a"))),
+    (False, dict(num_computed=12, num_output=1)),                   # decodes
+])
+def test_waiting_for_a_token_only_while_another_is_about_to_compute_it(waits: bool, changes: dict[str, object]) -> None:
+    """`request` and `running` share ten tokens, of which `matched` are cached."""
+    case = dict(matched=6, num_computed=6, num_output=0, first_logit=None, namespace=Namespace(), other=Namespace(),
+                tokens=[*range(10), 90, 91])
+    case.update(changes)
+    running = Request(0, np.arange(13, dtype=np.int32), 13 - case["num_output"], SamplingParams(), 9,
+                      namespace=case["other"])
+    running.num_tokens, running.num_computed = 13, case["num_computed"]
+    request = Request(1, np.array(case["tokens"], np.int32), len(case["tokens"]), SamplingParams(), 9,
+                      namespace=case["namespace"], first_logit=case["first_logit"])
+    assert shares_pending_prefix(request, case["matched"], running) == waits
+
+
+@pytest.mark.parametrize("share_in_batch", [True, False])
+def test_request_without_namespace_neither_reads_nor_writes_the_cache(share_in_batch: bool) -> None:
+    simulation = Simulation(small_config(num_pages=40, share_in_batch=share_in_batch))
+    simulation.add(prompt_of(18), 3)
+    simulation.run()
+    before = [(node.key, node.pages.tolist()) for node in simulation.cache.tree.nodes()]
+    private = [simulation.add(prompt_of(18), 3, namespace=None), simulation.add(prompt_of(9, 1), 3, namespace=None),
+               simulation.add(prompt_of(9, 1), 3, namespace=None)]
+    simulation.run()
+    assert [(node.key, node.pages.tolist()) for node in simulation.cache.tree.nodes()] == before
+    assert [request.num_cached_tokens for request in private] == [0, 0, 0]
+    assert simulation.cache.num_free_pages == 40 - sum(len(pages[0]) for _, pages in before)
+    late = simulation.add(prompt_of(9, 1), 3)
+    simulation.run()
+    assert late.num_cached_tokens == 0
+    simulation.check_outputs()
+
+
+def test_requests_of_two_namespaces_share_nothing() -> None:
+    """R11: not by the tree, not by waiting for each other."""
+    simulation = Simulation(small_config(num_pages=40, prefill_chunk_tokens=32))
+    spaces = (Namespace(), Namespace(salt="a"), Namespace(salt=("a",)), Namespace(salt="a"))
+    requests = [simulation.add(prompt_of(8), 3, namespace=space) for space in spaces]
+    simulation.step()
+    assert [request.state is RequestState.RUNNING for request in requests] == [True, True, True, False]
+    simulation.run()
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0, 7]
+    simulation.check_outputs()
 
 
 def test_same_prompt_in_one_step_leaves_one_copy() -> None:
@@ -737,7 +1145,7 @@ def test_waiting_for_a_prefix_does_not_hold_up_other_prompts() -> None:
     assert same.state is RequestState.WAITING and first.state is RequestState.RUNNING
     for _ in range(3):
         simulation.step()
-    assert other.num_output > 0 and same.num_cached_tokens == 20
+    assert other.num_output > 0 and same.num_cached_tokens == 23
     simulation.run()
     simulation.check_outputs()
 
@@ -775,17 +1183,17 @@ def test_choose_prefers_long_matches_then_arrival_then_the_overtaken() -> None:
     assert choose([request(), request(preemptions=1), request()], [0, 0, 8], none, 8) == 1
 
 
-@pytest.mark.parametrize("num_prompt, start", [(12, 8), (13, 12), (20, 16)])
-def test_prompt_cached_as_a_whole_still_runs_its_last_token(num_prompt: int, start: int) -> None:
-    """R16: never an empty forward pass, also when the rest fits inside the first chunk."""
+@pytest.mark.parametrize("num_prompt", [12, 13, 15, 20])
+def test_prompt_cached_as_a_whole_still_runs_its_last_token(num_prompt: int) -> None:
+    """R16: one token exactly, wherever in a page it stands: never an empty forward pass, and nothing twice."""
     simulation = Simulation(small_config(prefill_chunk_tokens=8))
     for _ in range(2):
         request = simulation.add(prompt_of(num_prompt), 3)
         first_step = len(simulation.plans)
         simulation.run()
     row, = simulation.plans[first_step].rows
-    assert (row.start, row.num_tokens, row.num_samples) == (start, num_prompt - start, 1)
-    assert request.num_cached_tokens == start and request.output_ids == simulation.requests[0].output_ids
+    assert (row.start, row.num_tokens, row.num_samples) == (num_prompt - 1, 1, 1)
+    assert request.num_cached_tokens == num_prompt - 1 and request.output_ids == simulation.requests[0].output_ids
     simulation.check_outputs()
 
 

@@ -245,17 +245,22 @@ def test_multi_step_plan_always_samples_and_says_how_far() -> None:
 # -- compiled shapes
 
 
-def test_shapes_default_configuration_has_at_most_24_programs() -> None:
-    shapes = StepShapes.for_engine(EngineConfig())
-    assert len(shapes.all()) + len(shapes.row_buckets) + 2 == shapes.num_programs <= MAX_PROGRAMS == 24
+@pytest.mark.parametrize("num_host_pages, num_others", [(0, 3), (5, 5)])
+def test_shapes_default_configuration_has_at_most_24_programs(num_host_pages: int, num_others: int) -> None:
+    """Prompt log-probabilities, a row's history and copies of pages; with a host tier also pages out and in."""
+    shapes = StepShapes.for_engine(EngineConfig(num_host_pages=num_host_pages))
+    assert len(shapes.all()) + len(shapes.row_buckets) + num_others == shapes.num_programs <= MAX_PROGRAMS == 24
+    assert shapes.has_host_pages == (num_host_pages > 0)
 
 
 def test_shapes_of_many_configurations_stay_few_and_reach_their_limits() -> None:
-    """A forward pass per shape, a sampler per row bucket, and two programs of one shape each."""
-    for num_seqs, budget in itertools.product((1, 2, 3, 7, 8, 9, 16, 31, 64, 100, 256, 300, 1000),
-                                              (1, 7, 8, 31, 32, 33, 100, 512, 513, 2000, 2048, 8192, 20_000)):
-        shapes = StepShapes.for_engine(EngineConfig(max_num_seqs=num_seqs, prefill_chunk_tokens=budget))
-        assert len(shapes.all()) + len(shapes.row_buckets) + 2 <= MAX_PROGRAMS
+    """A forward pass per shape, a sampler per row bucket, and up to five programs of one shape each."""
+    for num_host_pages, num_seqs, budget in itertools.product(
+            (0, 9), (1, 2, 3, 7, 8, 9, 16, 31, 64, 100, 256, 300, 1000),
+            (1, 7, 8, 31, 32, 33, 100, 512, 513, 2000, 2048, 8192, 20_000)):
+        shapes = StepShapes.for_engine(EngineConfig(max_num_seqs=num_seqs, prefill_chunk_tokens=budget,
+                                                    num_host_pages=num_host_pages))
+        assert len(shapes.all()) + len(shapes.row_buckets) + 3 + 2 * (num_host_pages > 0) <= MAX_PROGRAMS
         assert len(set(shapes.all())) == len(shapes.all())
         for buckets in (shapes.row_buckets, shapes.chunk_row_buckets, shapes.chunk_buckets):
             assert list(buckets) == sorted(set(buckets))
@@ -299,7 +304,10 @@ def test_fit_beyond_the_largest_shape_raises(num_rows: int, num_tokens: int, wha
 
 
 @pytest.mark.parametrize("changes", [dict(page_size=0), dict(num_pages=-1), dict(max_num_seqs=True),
-                                     dict(decode_steps=1.0), dict(max_bypass=-1), dict(reserve_tokens=-5)])
+                                     dict(decode_steps=1.0), dict(max_bypass=-1), dict(reserve_tokens=-5),
+                                     dict(num_host_pages=-1), dict(min_ttl_s=-0.5), dict(max_wait_s=float("inf")),
+                                     dict(thrash_window_s=float("nan")), dict(max_pinned_fraction=1.5),
+                                     dict(thrash_share=-0.1), dict(eviction_policy="fifo")])
 def test_config_impossible_size_raises_with_its_name(changes: dict[str, object]) -> None:
     (name, value), = changes.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}"):

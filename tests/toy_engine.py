@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 import oracle
+from jradix.cache.node import Tier
 from jradix.config import EngineConfig, StepShapes
 from jradix.engine import Engine
 from jradix.models.config import ModelConfig, RopeConfig
@@ -255,12 +256,13 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
 
 
 def assert_idle(engine: Engine) -> None:
-    """All pages are free or evictable, all slots free, no lock held."""
+    """All pages are free, evictable or pinned, all slots free, no lock held but by pins."""
     engine.check_invariants()
     pool, requests = engine.stats()["pool"], engine.stats()["requests"]
     assert requests["running"] == requests["waiting"] == engine.num_unfinished == 0, requests
-    assert pool["in_use"] == 0 and pool["free"] + pool["cached"] == pool["num_pages"], pool
-    assert engine.cache.tree.root_locks() == 0
+    pins = engine.cache.pins
+    assert pool["in_use"] == pins.num_pages == pool["num_pages"] - pool["free"] - pool["cached"], pool
+    assert engine.cache.tree.root_locks() == len(pins)
 
 
 def poison_unowned(engine: Engine, value: float) -> None:
@@ -269,8 +271,10 @@ def poison_unowned(engine: Engine, value: float) -> None:
     size = cache.page_size
     is_valid = np.zeros((len(cache.pools), runner.kv.k[0].shape[0], size), bool)
     for node in cache.tree.nodes():
-        for group, pages in enumerate(node.pages):
-            is_valid[group, pages] = True
+        if node.tier is Tier.DEVICE:
+            position = np.arange(len(node.key) // 4)
+            for group, pages in enumerate(node.pages):
+                is_valid[group, pages[position // size], position % size] = True
     for request in engine.scheduler.requests():
         if request.lease is not None:
             position = np.arange(request.num_computed)

@@ -83,15 +83,46 @@ def plan_memory(config: ModelConfig, *, device: jax.Device, weight_dtype: jnp.dt
     return MemoryPlan(device.platform, available, weights, step, (num_pages + 1) * page_bytes, num_pages, page_size)
 
 
+def plan_host_pages(config: ModelConfig, plan: MemoryPlan, *, host_cache_bytes: int, kv_dtype: jnp.dtype) -> int:
+    """Pages that fit into `host_cache_bytes` of the machine's memory.
+
+    Args:
+      plan: of the device, made just before and nothing of it allocated yet; on CPU its bytes come from the same memory.
+
+    Raises:
+      DeviceError: the machine has less memory available than that.
+      ValueError: not even one page fits into it.
+    """
+    page_bytes = kv_page_bytes(num_layers=config.num_layers, page_size=plan.page_size, kv_width=config.kv_width,
+                               dtype=kv_dtype)
+    if host_cache_bytes < page_bytes:
+        raise ValueError(f"host_cache_bytes={host_cache_bytes}: one page of {plan.page_size} tokens takes {page_bytes} "
+                         f"bytes; expected at least that, or None for no pages on the host")
+    if plan.device == "cpu":
+        room = plan.available_bytes - plan.weight_bytes - plan.step_bytes - plan.kv_bytes
+        where = "beside weights, step and KV pool the machine has"
+    else:
+        room, where = machine_free_bytes(), "the machine has"
+    if host_cache_bytes > room:
+        raise DeviceError(f"host_cache_bytes={host_cache_bytes} ({_size(host_cache_bytes)}), but {where} "
+                          f"{max(room, 0)} bytes ({_size(max(room, 0))}) available; give at most that, or free memory")
+    return host_cache_bytes // page_bytes
+
+
+def machine_free_bytes() -> int:
+    """Memory of the machine that a program can have without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as info:
+            fields = dict(line.split(":", 1) for line in info)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
 def free_bytes(device: jax.Device) -> int:
     """Memory that is really free: of the device, or of the machine for CPU."""
     if device.platform == "cpu":
-        try:
-            with open("/proc/meminfo", encoding="ascii") as info:
-                fields = dict(line.split(":", 1) for line in info)
-            return int(fields["MemAvailable"].split()[0]) * 1024
-        except (OSError, KeyError):
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return machine_free_bytes()
     stats = device.memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"]
 

@@ -1,18 +1,26 @@
-"""The model runner: compiled steps by shape, and the device state they are chained through. It owns KV and RowState."""
+"""The model runner: compiled steps by shape, and the device state they are chained through.
+
+It owns the KV, the RowState and the pages in the host's memory.
+"""
 from __future__ import annotations
 
 import logging
-from typing import Callable
+from pathlib import Path
+from typing import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jradix.batch import LOGIT_BLOCK, PackedBatch, StepLayout
+from jradix.batch import LOGIT_BLOCK, MoveKind, PackedBatch, PageMove, StepLayout
 from jradix.config import EngineConfig, StepShape, StepShapes
 from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
 from jradix.ops.kv_cache import KVCache, make_kv_cache
+from jradix.runner.host_pages import HostPages
+from jradix.runner.kv_store import fill_pages, read_pages, write_pages
+from jradix.runner.page_moves import (PAGES_PER_CALL, batch_moves, check_moves, make_copy_pages, make_gather_pages,
+                                      make_scatter_pages, padded_ids)
 from jradix.runner.step import (RowState, StepOutput, StepSettings, make_decode_steps, make_forward,
                                 make_prompt_logprobs, make_sampling, reset_rows)
 
@@ -51,17 +59,23 @@ class ModelRunner:
         self._is_warm = False
         self.kv: KVCache | None = None
         self._rows: RowState | None = None
+        self.host_pages: HostPages | None = None
+        self._is_moving = False
         self.reset_state()
 
     def reset_state(self) -> None:
-        """New KV pages and row state, all zero; the old ones are given up first."""
+        """New KV pages and row state, all zero, and new host pages; the old ones are given up first."""
         self._delete_state()
+        self._is_moving = False
         c, m = self.config, self._model_config
         self.kv = make_kv_cache(num_layers=m.num_layers, num_pages=c.num_pages, page_size=c.page_size,
                                 kv_width=m.kv_width, dtype=self._kv_dtype, device=self.device)
         rows, vocab = c.max_num_seqs + 1, m.vocab_size
         self._rows = RowState(*(jnp.zeros(shape, dtype, device=self.device) for shape, dtype in (
             (rows, jnp.int32), ((rows, vocab), jnp.int32), ((rows, vocab), bool), ((rows, vocab), jnp.float32))))
+        if c.num_host_pages:
+            self.host_pages = HostPages(num_pages=c.num_host_pages, groups=self._settings.groups, page_size=c.page_size,
+                                        num_kv_heads=m.num_kv_heads, head_dim=m.head_dim, dtype=self._kv_dtype)
 
     @property
     def spare_slot(self) -> int:
@@ -84,8 +98,9 @@ class ModelRunner:
 
     @property
     def is_intact(self) -> bool:
-        """False when a failed call consumed the device state without returning a new one."""
-        return self.kv is not None and not any(a.is_deleted() for a in jax.tree.leaves((self.kv, self._rows)))
+        """False when a failed call consumed the device state without returning a new one, or moves were left undone."""
+        return (self.kv is not None and not any(a.is_deleted() for a in jax.tree.leaves((self.kv, self._rows)))
+                and not self._is_moving and (self.host_pages is None or self.host_pages.is_intact))
 
     def layout(self, shape: StepShape) -> StepLayout:
         """Where the fields of a step of this shape lie in its buffers."""
@@ -124,6 +139,69 @@ class ModelRunner:
             run = self._program(("prompt log-probabilities",), lambda: make_prompt_logprobs(self._merge, self._settings))
             prompt = run(self._leaves, done.wanted, packed.logit_targets, np.int32(num_logit_rows))
         return StepOutput(tokens, sampled, prompt)
+
+    def move_pages(self, moves: Sequence[PageMove]) -> None:
+        """Carries out moves between device and host pages; the next step finds them done.
+
+        Copies on the device, and those to the host, are only started. A page that comes in from the host right after it
+        went out waits for it, and with many copies to the host under way the oldest is waited for. A call that fails
+        half-way leaves the runner not `is_intact`. Costs by the pages moved, whatever the size of the pool.
+
+        Raises:
+          ValueError: a page that does not exist, or host pages without a host tier; nothing was moved.
+        """
+        check_moves(moves, num_groups=self.num_groups, num_pages=self.config.num_pages,
+                    num_host_pages=self.config.num_host_pages)
+        self._is_moving = True
+        if self.host_pages is not None:
+            self.host_pages.fetch_ready()
+        for move in batch_moves(moves):
+            self._move_batch(move)
+        self._is_moving = False
+
+    def _move_batch(self, move: PageMove) -> None:
+        """One device call, for one batch of `batch_moves`."""
+        groups, count = self._settings.groups, np.int32(move.source.shape[1])
+        if move.kind is MoveKind.COPY:
+            run = self._program(("copy pages",), lambda: make_copy_pages(self._settings.group_of_layer), 0)
+            self.kv = run(self.kv, padded_ids(move.source), padded_ids(move.target), count)
+        elif move.kind is MoveKind.OUT:
+            run = self._program(("gather pages",), lambda: make_gather_pages(groups))
+            self.host_pages.defer(run(self.kv, padded_ids(move.source)), move.target)
+            self.host_pages.fetch_ready()
+        else:
+            run = self._program(("scatter pages",), lambda: make_scatter_pages(groups), 0)
+            contents = self.host_pages.read(move.source, PAGES_PER_CALL)
+            self.kv = run(self.kv, padded_ids(move.target), contents, count)
+
+    def save_pages(self, folder: Path, page_ids: np.ndarray, host_page_ids: np.ndarray) -> None:
+        """Writes the content of int32[G, n] device pages and int32[G, m] host pages to a folder, in this order.
+
+        Raises:
+          SnapshotError: the folder cannot be written.
+        """
+        write_pages(folder, self.kv, page_ids, num_kv_heads=self._model_config.num_kv_heads, groups=self._group_layers,
+                    host_page_ids=host_page_ids, read_host=self._read_host)
+
+    def load_pages(self, folder: Path, rows: np.ndarray, page_ids: np.ndarray, num_rows: int) -> None:
+        """Brings rows int[n] of a saved folder, which has `num_rows`, into device pages int32[G, n].
+
+        Raises:
+          SnapshotError: a file is missing or damaged; the pages' content is undefined, the others are as they were.
+        """
+        for block in read_pages(folder, self.kv, rows, page_ids, num_rows=num_rows,
+                                num_kv_heads=self._model_config.num_kv_heads, groups=self._group_layers):
+            self._is_moving = True
+            self.kv = fill_pages(self.kv, block)
+            self._is_moving = False
+
+    @property
+    def _group_layers(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(group.layers for group in self._settings.groups)
+
+    def _read_host(self, layer: int, page_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = self.host_pages.layer(layer)
+        return keys[page_ids], values[page_ids]
 
     def set_history(self, slot: int, *, prompt_ids: np.ndarray, output_ids: np.ndarray,
                     logit_bias: dict[int, float]) -> None:
@@ -165,6 +243,9 @@ class ModelRunner:
             if self.config.decode_steps > 1 and not has_chunks:
                 self.dispatch(packed, shape, num_steps=self.config.decode_steps)
         self.set_history(self.spare_slot, prompt_ids=nothing, output_ids=nothing, logit_bias={})
+        no_pages = np.zeros((self.num_groups, 0), np.int32)
+        for kind in MoveKind if self.host_pages is not None else (MoveKind.COPY,):
+            self._move_batch(PageMove(kind, no_pages, no_pages))
         if progress:
             progress(len(shapes), len(shapes))
         self._is_warm = True
@@ -190,4 +271,4 @@ class ModelRunner:
         for array in jax.tree.leaves((self.kv, self._rows)):
             if not array.is_deleted():
                 array.delete()
-        self.kv = self._rows = None
+        self.kv = self._rows = self.host_pages = None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jradix.batch import NUM_STOP_IDS, PackedBatch, RowParams, StepLayout
+from jradix.batch import NUM_STOP_IDS, PackedBatch, PageMove, RowParams, StepLayout
 from jradix.sched.request import Request
 
 NO_TOKEN = 2**30   # pads lists of token ids; beyond every vocabulary
@@ -52,12 +52,14 @@ class StepPlan:
       rows: at most max_num_seqs.
       num_decode: leading rows with exactly one token.
       num_steps: decode steps inside the call.
+      page_moves: page contents to copy before the step, in order.
       admitted: requests that got a slot in this step; their device state is set before the step runs.
       num_prefill_tokens: tokens of prefill rows, for the statistics.
     """
     rows: list[Row]
     num_decode: int
     num_steps: int = 1
+    page_moves: list[PageMove] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     num_prefill_tokens: int = 0
 

@@ -28,17 +28,17 @@ def choose(window: Sequence[Request], matched: Sequence[int], blocked: Sequence[
     return max(open_places, key=lambda i: (matched[i], -i))
 
 
-def shares_pending_prefix(request: Request, matched: int, running: Request, page_size: int) -> bool:
-    """True when `running` is about to compute a page that `request` would otherwise compute as well.
+def shares_pending_prefix(request: Request, matched: int, running: Request) -> bool:
+    """True when `running` is about to compute a token that `request` would otherwise compute as well.
 
     Args:
-      matched: cached tokens of `request`, whole pages.
+      matched: cached tokens of `request`.
     """
-    end = matched + page_size
+    end = matched + 1
     if request.first_logit is not None:
         longest = request.first_logit
     else:
         longest = request.num_tokens - 1
-    return (end <= longest and end <= running.num_tokens and running.is_prefilling
-            and request.namespace == running.namespace
+    return (running.num_computed < end <= min(longest, running.num_tokens) and running.is_prefilling
+            and request.namespace is not None and request.namespace == running.namespace
             and np.array_equal(request.tokens[:end], running.tokens[:end]))

@@ -7,8 +7,9 @@ from typing import Protocol, Sequence
 
 import numpy as np
 
+from jradix.cache.node import Namespace
 from jradix.cache.prefix_cache import Lease
-from jradix.cache.radix_tree import Namespace
+from jradix.outputs import CacheUse
 from jradix.sampling_params import SamplingParams
 
 
@@ -40,9 +41,11 @@ class Request:
       max_output: output tokens at most, from max_tokens and the model's length limit.
       eos_ids: end tokens of the model, empty with ignore_eos.
       seed: two 32-bit words that name the random stream.
+      namespace: where its KV may be shared; None: nowhere.
       first_logit: first prompt position whose logits are wanted; None: only the last.
       slot: row of the per-slot device state while it runs.
-      num_cached_tokens: prompt tokens found in the cache when it was first admitted; None before.
+      cache_use: what was found in the cache when it was first admitted; None before.
+      young_since_s: since when only pages younger than min_ttl_s could make room for it; None: not so.
       num_passed_over: times a later request was admitted before it.
     """
     request_id: int
@@ -51,7 +54,7 @@ class Request:
     params: SamplingParams
     max_output: int
     eos_ids: frozenset[int] = frozenset()
-    namespace: Namespace = Namespace()
+    namespace: Namespace | None = Namespace()
     seed: tuple[int, int] = (0, 0)
     first_logit: int | None = None
     stop_search: StopSearch | None = None
@@ -61,7 +64,8 @@ class Request:
     num_in_flight: int = 0
     slot: int = -1
     lease: Lease | None = None
-    num_cached_tokens: int | None = None
+    cache_use: CacheUse | None = None
+    young_since_s: float | None = None
     num_computed_prompt: int = 0
     num_preemptions: int = 0
     num_passed_over: int = 0
@@ -104,6 +108,11 @@ class Request:
         """True while prompt tokens (or, after preemption, output tokens) remain to be computed before the next sample."""
         return self.num_computed < self.num_tokens - 1 or (self.num_computed < self.num_tokens and
                                                            self.num_tokens == self.num_prompt)
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens found in the cache when it was first admitted; None before."""
+        return None if self.cache_use is None else self.cache_use.num_cached_tokens
 
     @property
     def has_device_state(self) -> bool:

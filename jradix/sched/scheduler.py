@@ -16,10 +16,12 @@ import numpy as np
 
 from jradix.cache.prefix_cache import Lease, PrefixCache
 from jradix.config import EngineConfig
-from jradix.errors import OutOfPages, RequestError
+from jradix.errors import OutOfPages, PagesTooYoung, RequestError
+from jradix.outputs import CacheUse
 from jradix.sched.plan import Row, StepPlan
 from jradix.sched.policy import choose, shares_pending_prefix
 from jradix.sched.request import Request, RequestState
+from jradix.sched.thrash_guard import ThrashGuard
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ended: list[Request] = []              # since the last take_ended
         self._admitted: list[Request] = []           # since the last plan
+        self.thrash_guard = ThrashGuard(config.thrash_window_s, config.thrash_share, config.max_num_seqs, clock)
 
     # -- requests in and out
 
@@ -101,6 +104,7 @@ class Scheduler:
 
         The caller dispatches the plan before it calls `schedule` again.
         """
+        self.cache.pins.expire()
         decode = self._plan_decode()
         budget = self.config.prefill_chunk_tokens
         prefill: list[Row] = []
@@ -121,6 +125,7 @@ class Scheduler:
                         num_steps, num_prefill_tokens=sum(row.num_tokens for row in prefill))
         if not plan.rows:
             return None
+        plan.page_moves = self.cache.take_moves()
         plan.admitted = [r for r in self._admitted if r.state is RequestState.RUNNING]
         self._admitted.clear()
         self._book(plan, prefill)
@@ -232,10 +237,12 @@ class Scheduler:
         matched = [self.cache.num_matching_tokens(r.known_tokens, r.namespace, max_cached_tokens=r.first_logit)
                    for r in window]
         computing = [r for r in self._running if r.is_prefilling]
+        self.thrash_guard.observe(self.counters.num_computed_prompt_tokens, self.cache.counters.num_recomputed_tokens,
+                                  len(self._running))
         while window and self._free_slots and budget:
             blocked = [self._waits_for_prefix(r, m, computing) for r, m in zip(window, matched)]
             i = choose(window, matched, blocked, self.config.max_bypass)
-            if i is None or not self._start(window[i]):
+            if i is None or self._is_held(window[i], matched[i]) or not self._start(window[i]):
                 break
             request = window.pop(i)
             del matched[i]
@@ -249,20 +256,35 @@ class Scheduler:
             budget -= row.num_tokens
             computing.append(request)
 
+    def _is_held(self, request: Request, matched: int) -> bool:
+        """True where the cache thrashes and this request would evict once more while enough others run."""
+        if len(self._running) < self.thrash_guard.limit or request.num_passed_over >= self.config.max_bypass:
+            return False
+        page_size = self.config.page_size
+        wanted = -(-request.num_tokens // page_size) - matched // page_size
+        return wanted > self.cache.num_free_pages
+
     def _start(self, request: Request) -> bool:
         """Moves a waiting request to the running ones if its tokens fit beside what the others may still need."""
-        is_resumed = request.num_cached_tokens is not None
-        lease = self.cache.acquire(request.known_tokens, request.namespace, max_cached_tokens=request.first_logit,
-                                   is_resumed=is_resumed)
-        if self._running and self._pages_wanted(request, lease) > self.cache.num_available_pages - self._pages_reserved():
-            self.cache.release(lease)
-            self._uncount_lookup(request, lease, is_resumed)
+        is_resumed = request.cache_use is not None
+        wanted = request.num_tokens + min(request.num_left, self.config.reserve_tokens) if self._running else 0
+        try:
+            lease = self.cache.acquire(
+                request.known_tokens, request.namespace, max_cached_tokens=request.first_logit, is_resumed=is_resumed,
+                num_wanted_tokens=wanted, num_reserved_pages=self._pages_reserved(),
+                allow_young=self._may_evict_young(request))
+        except PagesTooYoung:
+            if request.young_since_s is None:
+                request.young_since_s = self._clock()
+            return False
+        except OutOfPages:
             return False
         if is_resumed:
             self._preempted.remove(request)
         else:
             del self._waiting[request.request_id]
-            request.num_cached_tokens = lease.num_cached_tokens
+            request.cache_use = CacheUse(lease.num_cached_tokens, lease.num_host_tokens, lease.num_copied_tokens,
+                                         lease.num_evicted_tokens)
             request.admitted_s = self._clock()
             self.counters.num_cached_prompt_tokens += lease.num_cached_tokens
         request.state = RequestState.RUNNING
@@ -272,11 +294,16 @@ class Scheduler:
         insort(self._running, request, key=lambda r: r.request_id)
         return True
 
-    def _uncount_lookup(self, request: Request, lease: Lease, is_resumed: bool) -> None:
-        if not is_resumed:
-            self.cache.counters.num_lookups -= 1
-            self.cache.counters.num_lookup_tokens -= request.num_tokens
-            self.cache.counters.num_hit_tokens -= lease.num_cached_tokens
+    def _may_evict_young(self, request: Request) -> bool:
+        """False while a request should rather wait than evict what was used less than min_ttl_s ago."""
+        if self.config.min_ttl_s == 0:
+            return True
+        return request.young_since_s is not None and self._clock() - request.young_since_s >= self.config.max_wait_s
+
+    @property
+    def waits_for_age(self) -> bool:
+        """True when nothing can run until cached prefixes have become old enough to be evicted."""
+        return not self._running and any(r.young_since_s is not None for r in (*self._preempted, *self._waiting.values()))
 
     def _pages_wanted(self, request: Request, lease: Lease) -> int:
         """Pages a request lacks for its tokens and the first part of its output."""
@@ -289,7 +316,7 @@ class Scheduler:
 
     def _waits_for_prefix(self, request: Request, matched: int, computing: list[Request]) -> bool:
         return (self.config.share_in_batch and self.cache.enabled and not request.num_preemptions
-                and any(shares_pending_prefix(request, matched, r, self.config.page_size) for r in computing))
+                and any(shares_pending_prefix(request, matched, r) for r in computing))
 
     def _may_run_ahead(self, decode: list[Row], prefill: list[Row]) -> bool:
         """True when several decode steps may run in one call: nothing to admit, and room for all their tokens."""
@@ -328,7 +355,7 @@ class Scheduler:
             self.counters.num_computed_tokens += row.num_tokens + max(row.num_samples - 1, 0)
         for row in prefill:
             request = row.request
-            num_had = request.num_cached_tokens + request.num_computed_prompt    # also before a preemption
+            num_had = request.cache_use.num_cached_tokens + request.num_computed_prompt    # also before a preemption
             num_first = max(min(row.start + row.num_tokens, request.num_prompt) - max(row.start, num_had), 0)
             request.num_computed_prompt += num_first
             self.counters.num_computed_prompt_tokens += num_first
