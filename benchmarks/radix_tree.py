@@ -146,14 +146,14 @@ def time_commit(prompt: np.ndarray, page_size: int, repeats: int) -> tuple[Watch
 
 
 def time_request(num_nodes: int, page_size: int, repeats: int, *, is_cached: bool) -> Watch:
-    """Match, lock, insert and release of prompts in a cache of `num_nodes` nodes whose pool is full.
+    """Match, lock, insert and release of prompts in a cache of `num_nodes` nodes, with free pages enough.
 
-    Each prompt shares its first half with others; its second half is cached as well, or new and to be made room for.
+    Each prompt shares its first half with others; its second half is cached as well, or new.
     """
     rng = np.random.default_rng(2)
     half = REQUEST_TOKENS // 2
     heads = rng.integers(0, VOCABULARY, (num_nodes // 200, half)).astype(np.int32)
-    num_pages = len(heads) * half // page_size + num_nodes
+    num_pages = len(heads) * half // page_size + num_nodes + (repeats + 5) * (half // page_size + 2)
     cache = PrefixCache.create(page_size=page_size, num_pages=num_pages, max_pages=REQUEST_TOKENS // page_size)
     for i in range(num_nodes):
         run_request(cache, np.concatenate([heads[i % len(heads)], rng.integers(0, VOCABULARY, page_size, np.int32)]))

@@ -65,7 +65,7 @@ def test_radix_tree_tiny_runs_as_a_script_without_jax() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == (0 if result["all_hold"] else 1), done.stderr[-2000:]
     bounded = {row["name"]: row["holds"] for row in result["rows"] if row["bound"] is not None}
-    assert len(bounded) == 4 and result["all_hold"] == all(bounded.values())
+    assert len(bounded) >= 4 and result["all_hold"] == all(bounded.values())
     assert "jradix.cache.radix_tree" in done.stderr and " jax\n" not in done.stderr
 
 

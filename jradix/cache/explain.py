@@ -313,8 +313,8 @@ def _rivals(end: _End, page_size: int) -> tuple[list[Node], int]:
     else:
         parent, prefix, offset = node, b"", 0
     past = prefix + b"\xff" * (page_size * _TOKEN_BYTES)
-    found = [siblings[first] for siblings in (parent.children, parent.gone) if siblings
-             for first in siblings.irange(prefix, past)]
+    found = [parent.children[first] for first in parent.children.irange(prefix, past)] if parent.children else []
+    found += [child for first, child in (parent.gone or {}).items() if first.startswith(prefix)]
     return [child for child in found if len(child.key) > offset * _TOKEN_BYTES], offset
 
 

@@ -41,7 +41,7 @@ class Node:
     """
     __slots__ = ("key", "pages", "num_pages", "tier", "parent", "children", "gone", "num_device_children", "lock_count",
                  "last_used", "used_s", "created_s", "hits", "serial", "queue", "is_protected", "evicted_s",
-                 "evicted_by")
+                 "evicted_by", "going")
 
     def __init__(self, key: bytes, pages: np.ndarray, parent: Node | None, serial: int, last_used: int, now: float):
         self.key = key                        # tokens of the edge, big-endian
@@ -50,7 +50,7 @@ class Node:
         self.tier = DEVICE
         self.parent = parent                  # None: a root, or no longer in the tree
         self.children: SortedDict | None = None    # first page's tokens -> Node on device or host; None for none
-        self.gone: SortedDict | None = None        # the same for nodes that are gone
+        self.gone: dict[bytes, Node] | None = None    # the same for nodes that are gone, in no order
         self.num_device_children = 0
         self.lock_count = 0
         self.last_used = last_used            # ticks of the tree's clock
@@ -62,11 +62,12 @@ class Node:
         self.is_protected = False             # of the eviction policy
         self.evicted_s = 0.0
         self.evicted_by = ""
+        self.going = -1                       # number of its latest going; -1 while it is here
 
     def add_child(self, first: bytes, child: Node) -> None:
         if child.tier is GONE:
             if self.gone is None:
-                self.gone = SortedDict()
+                self.gone = {}
             self.gone[first] = child
             return
         if self.children is None:

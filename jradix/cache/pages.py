@@ -25,8 +25,8 @@ class PagePool:
         """Takes n pages: int32[n]. Raises OutOfPages, and takes none, when fewer are free."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
-        pages = self._stack[self.num_free - n:self.num_free][::-1].copy()
         self.num_free -= n
+        pages = self._stack[self.num_free:self.num_free + n][::-1].copy()
         self._is_free[pages] = False
         return pages
 
@@ -35,8 +35,9 @@ class PagePool:
         n = len(pages)
         if n == 0:
             return
-        assert pages.min() > SCRATCH_PAGE, f"not ids of this pool: {pages}"
-        assert not self._is_free[pages].any() and len(set(pages.tolist())) == n, f"page freed twice: {pages}"
+        ids = pages.tolist()
+        assert min(ids) > SCRATCH_PAGE, f"not ids of this pool: {pages}"
+        assert not self._is_free[pages].any() and len(set(ids)) == n, f"page freed twice: {pages}"
         self._stack[self.num_free:self.num_free + n] = pages
         self.num_free += n
         self._is_free[pages] = True

@@ -486,6 +486,8 @@ class PrefixCache:
 
     def _collect_freed(self) -> None:
         """Takes over the pages that the tree gave up on its own."""
+        if not self.tree.freed_pages and not self.tree.freed_host_pages:
+            return
         for freed, pools in ((self.tree.freed_pages, self.pools), (self.tree.freed_host_pages, self.host_pools)):
             for pages in freed:
                 self._free(pools, pages)

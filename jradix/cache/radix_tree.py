@@ -66,9 +66,10 @@ class RadixTree:
         self.queue = make_queue(policy, num_pages=num_pages, min_ttl_s=min_ttl_s, clock=clock)
         self._host_queue = make_queue("lru", num_pages=num_pages, clock=clock)
         self._history_pages = history_pages
-        self._history: deque[tuple[float, int, Node]] = deque()     # as they went: time, serial of the going, node
+        self._history: deque[tuple[int, Node]] = deque()     # as they went: number of the going, node
         self._going = count()
-        self._last_going: dict[Node, int] = {}
+        self._num_gone = 0
+        self._nothing = np.empty((num_groups, 0), np.int32)
         self._seconds = clock
         self._clock = count(1)
         self._serial = count()
@@ -102,7 +103,7 @@ class RadixTree:
                 pages.append(step.pages[:, :n])
             else:
                 num_host += n
-        found = np.concatenate(pages, axis=1) if pages else self._no_pages()
+        found = pages[0] if len(pages) == 1 else np.concatenate(pages, axis=1) if pages else self._no_pages()
         num_pages = found.shape[1] + num_host
         partial = self._partial(node, num_node_pages, query, num_pages * self._page_bytes)
         if touch:
@@ -174,7 +175,9 @@ class RadixTree:
           pages: int32[G, k // page_size], or int32[k // page_size] for one group.
           below: a locked node that `tokens` continue, instead of the root.
         """
-        pages = np.atleast_2d(np.asarray(pages, np.int32))
+        pages = np.asarray(pages, np.int32)
+        if pages.ndim == 1:
+            pages = pages[None]
         query = _token_bytes(tokens)
         num_pages = len(query) // self._page_bytes
         if pages.shape != (self.num_groups, num_pages):
@@ -204,7 +207,7 @@ class RadixTree:
         self._touch(node, 0)
         self._offer(node)
         num_existing = sum(p.shape[1] for p in existing)
-        whole = np.concatenate([*existing, pages[:, num_existing:]], axis=1)
+        whole = np.concatenate([*existing, pages[:, num_existing:]], axis=1) if existing else pages
         return Inserted(Match(node, num_node_pages, whole, num_pages * self.page_size, namespace), num_existing)
 
     def insert_tail(self, tokens: Sequence[int] | np.ndarray, page: np.ndarray, namespace: Namespace = Namespace(), *,
@@ -346,10 +349,11 @@ class RadixTree:
         Args:
           gone: look among those whose KV is gone, instead of those that are here.
         """
-        children = node.gone if gone else node.children
-        if not children:
-            return None
-        return self._closest(children, _token_bytes(tokens)[:self._page_bytes])
+        rest = _token_bytes(tokens)[:self._page_bytes]
+        if not gone:
+            return self._closest(node.children, rest) if node.children else None
+        shared = ((child, _common_tokens(key, rest, 0)) for key, child in (node.gone or {}).items())
+        return max(shared, key=lambda found: found[1], default=None)
 
     def root_locks(self) -> int:
         """Locks held, over all namespaces."""
@@ -389,7 +393,7 @@ class RadixTree:
         for listed, kept in ((children, node.children), (gone, node.gone)):
             firsts = [child.key[:self._page_bytes] for child in listed]
             assert firsts == (list(kept) if listed else []), "child keys are stale"
-            assert firsts == sorted(set(firsts)), "children out of order"
+        assert list(node.children or ()) == sorted(set(node.children or ())), "children out of order"
         assert not set(node.children or ()) & set(node.gone or ()), "a child is here and gone"
         assert all(child.parent is node for child in (*children, *gone)), "a child has another parent"
         assert not any(child.tier is GONE for child in children), "a child that is gone stands among those here"
@@ -439,15 +443,15 @@ class RadixTree:
 
     def _closest(self, children: SortedDict, rest: bytes) -> tuple[Node, int]:
         """The child with the longest common part of a page: one of two neighbours in the order of the keys."""
-        place = children.bisect_left(rest)
-        best: tuple[Node, int] | None = None
-        for i in (place, place - 1):
-            if 0 <= i < len(children):
-                key, child = children.peekitem(i)
-                n = _common_tokens(key, rest, 0)
-                if best is None or n > best[1]:
-                    best = child, n
-        return best
+        place, last = (children.bisect_left(rest), len(children) - 1) if len(children) > 1 else (0, 0)
+        key, best = children.peekitem(min(place, last))
+        most = _common_tokens(key, rest, 0)
+        if 0 < place <= last:
+            key, child = children.peekitem(place - 1)
+            n = _common_tokens(key, rest, 0)
+            if n > most:
+                best, most = child, n
+        return best, most
 
     def _is_tail(self, node: Node) -> bool:
         return 0 < len(node.key) < self._page_bytes
@@ -495,7 +499,7 @@ class RadixTree:
         upper.add_child(node.key[:self._page_bytes], node)
         if node.tier is DEVICE:
             self.queue.split(node, upper)
-        elif node.tier is GONE and node in self._last_going:
+        elif node.tier is GONE:
             self._remember(upper)
         return upper
 
@@ -531,7 +535,8 @@ class RadixTree:
         if node.tier is HOST:
             self.freed_host_pages.append(node.pages)
         else:
-            self._last_going.pop(node, None)
+            self._num_gone -= 1
+            node.going = -1
             node.created_s = self._seconds()
             self._replace_tail(node.parent, node.key[:self._page_bytes])
         self._change_tier(node, DEVICE, pages)
@@ -542,9 +547,14 @@ class RadixTree:
         if node.queue is not None:
             node.queue.removed(node)
         self._count(node, -1)
-        parent.remove_child(first, node)
-        node.tier, node.pages = tier, pages
-        parent.add_child(first, node)
+        if GONE in (tier, node.tier):
+            parent.remove_child(first, node)
+            node.tier = tier
+            parent.add_child(first, node)
+        else:
+            parent.num_device_children += (tier is DEVICE) - (node.tier is DEVICE)
+            node.tier = tier
+        node.pages = pages
         self._count(node, 1)
         if tier is not DEVICE:
             self._offer(parent)
@@ -574,12 +584,13 @@ class RadixTree:
             self._prune(parent)
             return
         node.evicted_s, node.evicted_by = self._seconds(), by
-        self._change_tier(node, GONE, self._no_pages())
-        self._merge_below(node)
+        self._change_tier(node, GONE, self._nothing)
+        if node.gone:
+            self._merge_below(node)
         self._remember(node)
         while self.num_gone_pages > self._history_pages:
-            _, going, oldest = self._history.popleft()
-            if self._last_going.get(oldest) == going:
+            going, oldest = self._history.popleft()
+            if oldest.going == going:
                 self._forget_gone(oldest)
 
     def _drop_subtree(self, top: Node, by: str, freed: list[list[np.ndarray]]) -> None:
@@ -626,7 +637,9 @@ class RadixTree:
             return
         if child.queue is not None:
             child.queue.removed(child)
-        self._last_going.pop(child, None)
+        if child.tier is GONE:
+            self._num_gone -= 1
+            child.going = -1
         node.key += child.key
         node.pages = np.concatenate([node.pages, child.pages], axis=1)
         node.num_pages += child.num_pages
@@ -639,11 +652,11 @@ class RadixTree:
 
     def _remember(self, node: Node) -> None:
         """Notes that a node went just now, for the history's order."""
-        going = next(self._going)
-        self._last_going[node] = going
-        self._history.append((node.evicted_s, going, node))
-        if len(self._history) > 2 * len(self._last_going) + 1000:
-            self._history = deque(entry for entry in self._history if self._last_going.get(entry[2]) == entry[1])
+        self._num_gone += node.going < 0
+        node.going = going = next(self._going)
+        self._history.append((going, node))
+        if len(self._history) > 2 * self._num_gone + 1000:
+            self._history = deque((going, node) for going, node in self._history if node.going == going)
 
     def _forget_gone(self, node: Node) -> None:
         """Takes a gone node, and all below it, out of the tree."""
@@ -651,7 +664,8 @@ class RadixTree:
         while stack:
             below = stack.pop()
             stack += below.gone.values() if below.gone else ()
-            self._last_going.pop(below, None)
+            self._num_gone -= 1
+            below.going = -1
             self.num_gone_pages -= below.num_pages
         parent = node.parent
         parent.remove_child(node.key[:self._page_bytes], node)
@@ -667,7 +681,7 @@ class RadixTree:
                     return
 
     def _no_pages(self) -> np.ndarray:
-        return np.empty((self.num_groups, 0), np.int32)
+        return self._nothing
 
 
 def _is_device_leaf(node: Node) -> bool:
