@@ -253,3 +253,31 @@ def test_random_operations_many_keep_every_content_and_count(page_size: int, pol
                       min_ttl_s)
         world.num_exact = -1
         run(world, 140, by_hand=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_random_prompts_hit_the_longest_common_prefix(page_size: int) -> None:
+    """1,300 prompts per page size, each against all before it."""
+    rng = random.Random(page_size)
+    cache = PrefixCache.create(page_size=page_size, num_pages=150_000 // page_size, max_pages=400)
+    known: set[tuple[int, ...]] = set()
+    prompts = [[rng.randrange(4)]]
+    for _ in range(1300):
+        base = rng.choice(prompts)
+        prompt = base[:rng.randint(0, len(base))] + [rng.randrange(4) for _ in range(rng.randint(1, 40))]
+        prompt = prompt[:300]
+        expected = 0
+        while expected < len(prompt) - 1 and tuple(prompt[:expected + 1]) in known:
+            expected += 1
+        tokens = np.array(prompt, np.int32)
+        lease = cache.acquire(tokens)
+        assert lease.num_cached_tokens == expected
+        cache.extend(lease, len(prompt))
+        cache.commit(lease, tokens)
+        if rng.random() < 0.5:
+            cache.commit(lease, tokens)
+        cache.release(lease, tokens)
+        cache.take_moves()
+        known.update(tuple(prompt[:n]) for n in range(1, len(prompt) + 1))
+        prompts.append(prompt)
+    cache.check_invariants()
