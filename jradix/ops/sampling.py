@@ -14,8 +14,10 @@ top_p. The passes first run over the `TOP_BLOCKS` blocks with the best maxima; o
 that are searched in the whole row.
 
 **Draw.** Weights are summed in a tree of fan-out `FOLD` by explicit pairwise additions, so a row's sums have the same
-bits in every batch. One uniform number walks down the tree (inverse CDF). It comes from Threefry by (seed, position)
-alone, integer arithmetic that is the same on every backend.
+bits in every batch. At each node the children race with exponential random numbers, which come from Threefry by (seed,
+position) alone. A logit that differs in its last bits, as it does with other batch neighbours, then changes the drawn
+token only where two children all but tie. Walking down with one uniform number (inverse CDF) adds up the shifts of all
+boundaries before it: with noise of 1e-5 on 49,152 logits it changed 48 of 20,000 tokens, this changed none.
 """
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ def sample(logits: Array, inputs: SamplingInputs) -> Array:
 
     def draw() -> Array:
         weigh = _kept_weights(x, top, inputs, active=~greedy)
-        token = _inverse_cdf(x, weigh, _uniform(inputs.seed, inputs.position), otherwise=best)
+        token = _race(x, weigh, partial(_exponentials, inputs.seed, inputs.position), otherwise=best)
         return jnp.where(greedy, best, token)
 
     return lax.cond(jnp.all(greedy), lambda: best, draw)
@@ -425,39 +427,40 @@ def _row_sums(values: Array) -> Array:
     return values[:, 0]
 
 
-def _uniform(seed: Array, position: Array) -> Array:
-    """One number in [0, 1) per row: 24 bits of the Threefry block that `fold_in` computes."""
-    keys = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    words = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, position))
-    return (words[:, 0] >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** -24)
+def _exponentials(seed: Array, position: Array, num: int) -> Array:
+    """Exponentially distributed numbers, float32[S, num], from 24 bits of Threefry blocks that `fold_in` computes."""
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+    blocks = jnp.arange(-(-num // 2), dtype=jnp.int32)
+    words = jax.random.key_data(jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(blocks))(keys))
+    bits = (words.reshape(words.shape[0], -1)[:, :num] >> 8).astype(jnp.int32).astype(jnp.float32)
+    return -jnp.log((bits + 0.5) * jnp.float32(2.0 ** -24))
 
 
-def _inverse_cdf(x: Array, weigh: _Weigh, uniform: Array, otherwise: Array) -> Array:
-    """Token where the running sum of weights passes uniform * total, walking down the tree of sums.
+def _race(x: Array, weigh: _Weigh, exponentials: Callable[[int], Array], otherwise: Array) -> Array:
+    """One token per row in proportion to its weight, walking down the tree of sums.
 
-    Rounding may carry the remainder past a node's last child; the last child with a weight is taken then, so a token
-    without weight is never returned. `otherwise` [S] is the answer for a row without any weight. The weights
-    themselves are not stored: those of the last step are computed again.
+    Of a node's children the one with the largest weight over exponential number wins, which it does in proportion to
+    its weight. A child without weight never wins; `otherwise` [S] is the answer for a row without any weight. The
+    weights themselves are not stored: those of the last step are computed again.
+
+    Args:
+      exponentials: float32[S, n] for a number n.
     """
     levels = [_fold_weights(x, weigh)]
     while levels[-1].shape[1] > 1:
         levels.append(_fold(levels[-1]))
-    rest = uniform * levels[-1][:, 0]
+    drawn = exponentials(FOLD * len(levels))
     index = jnp.zeros_like(otherwise)
     weight = levels[-1][:, 0]
     branches = jnp.arange(FOLD, dtype=jnp.int32)
-    for level in (*reversed(levels[:-1]), x):
+    for depth, level in enumerate((*reversed(levels[:-1]), x)):
         stride = -(-level.shape[1] // FOLD)
         children = index[:, None] + stride * branches
         values = jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0)
         if level is x:
             values = weigh(_clean(values), children)
-        upto = jnp.sum(jnp.where(branches[:, None] >= branches, values[:, None, :], jnp.float32(0)), axis=2)
-        last = jnp.max(jnp.where(values > 0, branches, 0), axis=1)
-        first = jnp.min(jnp.where((values > 0) & (upto > rest[:, None]), branches, FOLD), axis=1)
-        branch = jnp.where(first < FOLD, first, last)
-        before = jnp.sum(jnp.where(branches < branch[:, None], values, jnp.float32(0)), axis=1)
-        rest = jnp.maximum(rest - before, jnp.float32(0))
+        finish = jnp.where(values > 0, values / drawn[:, FOLD * depth:FOLD * (depth + 1)], -1)
+        branch = jnp.argmax(finish, axis=1).astype(jnp.int32)
         weight = jnp.max(jnp.where(branches == branch[:, None], values, jnp.float32(0)), axis=1)
         index = index + stride * branch
     return jnp.where(weight > 0, index, otherwise)
