@@ -17,7 +17,11 @@ _HOME = {
     "Engine": "jradix.engine", "EngineConfig": "jradix.config",
     "JradixError": "jradix.errors", "RequestError": "jradix.errors", "UnsupportedModel": "jradix.errors",
     "CheckpointError": "jradix.errors", "TokenizerError": "jradix.errors", "DeviceError": "jradix.errors",
-    "EngineError": "jradix.errors", "BatchFileError": "jradix.errors",
+    "EngineError": "jradix.errors", "BatchFileError": "jradix.errors", "SnapshotError": "jradix.errors",
+    "PinError": "jradix.errors", "GrammarError": "jradix.errors", "GrammarTooLarge": "jradix.errors",
+    "CacheUse": "jradix.outputs",
+    "Grammar": "jradix.grammar.compiler", "compile_grammar": "jradix.grammar.compiler",
+    "json_schema": "jradix.grammar.python_types",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -25,11 +29,13 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from jradix.config import EngineConfig
     from jradix.engine import Engine
-    from jradix.errors import (BatchFileError, CheckpointError, DeviceError, EngineError, JradixError, RequestError,
-                               TokenizerError, UnsupportedModel)
+    from jradix.errors import (BatchFileError, CheckpointError, DeviceError, EngineError, GrammarError, GrammarTooLarge,
+                               JradixError, PinError, RequestError, SnapshotError, TokenizerError, UnsupportedModel)
+    from jradix.grammar.compiler import Grammar, compile_grammar
+    from jradix.grammar.python_types import json_schema
     from jradix.llm import LLM
     from jradix.loading import convert
-    from jradix.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput, StreamDelta
+    from jradix.outputs import CacheUse, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput, StreamDelta
     from jradix.sampling_params import SamplingParams
 
 

@@ -48,3 +48,11 @@ class BatchFileError(JradixError, OSError):
 
 class SnapshotError(JradixError, OSError):
     """A saved cache cannot be written or used: damaged, of another model or layout, no space left. Nothing changed."""
+
+
+class GrammarError(JradixError, ValueError):
+    """The grammar cannot be used: wrong syntax, an unsupported construct (named, with its place), or unsatisfiable."""
+
+
+class GrammarTooLarge(GrammarError):
+    """The grammar needs more states, work or bytes than the limits allow. The message names the limit and the number."""

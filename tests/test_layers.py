@@ -15,7 +15,7 @@ import jradix
 ROOT = Path(jradix.__file__).parent.parent
 GROUND = {"errors", "config", "sampling_params", "outputs", "batch", "model_files", "gguf_header", "progress",
           "batch_line", "request_file", "result_file", "stats_table", "plots"}
-HOST = {"cache", "sched", "tokenizer", "gguf_tokenizer", "detokenizer", "request_group", "lint", "variable_parts"}
+HOST = {"cache", "sched", "tokenizer", "gguf_tokenizer", "detokenizer", "request_group", "lint", "variable_parts", "grammar"}
 DEVICE = {"ops", "models", "weights", "runner"}
 PLANNING = {"cache", "sched"}
 TOP = {"jradix", "__main__", "loading", "llm", "llm_cache", "cli", "batch_job"}     # "jradix" is the package's own __init__
