@@ -46,14 +46,15 @@ def main(argv: list[str] | None = None) -> int:
             over = run.num_computed_tokens / fewest
             line = dict(workload=workload, case=name, pool_tokens=pool_tokens, computed=run.num_computed_tokens,
                         fewest=fewest, computed_over_fewest=over, wall_s=run.wall_s,
-                        evicted_pages=stats["cache"]["evicted_pages"], host_hit_tokens=stats["cache"]["host_hit_tokens"],
-                        bound=bound, holds=None if bound is None else over <= bound)
+                        evicted_pages=stats["cache"]["evicted_pages"],
+                        host_hit_tokens=stats["cache"]["host_hit_tokens"], bound=bound,
+                        holds=None if bound is None else over <= bound)
             lines.append(line)
             table.append([f"{workload}, {name}", pool_tokens, *(line[key] for key in (
                 "computed", "computed_over_fewest", "wall_s", "evicted_pages", "host_hit_tokens", "bound", "holds"))])
         same = sum(a == b for (_, a), (_, b) in zip(runs[0].done, runs[1].done))
-        notes.append(f"{workload}: {same} of {len(runs[0].done)} outputs equal, wall time {runs[1].wall_s / runs[0].wall_s:.2f}"
-                     f" times as long with {cases[1][0]}")
+        notes.append(f"{workload}: {same} of {len(runs[0].done)} outputs equal, wall time "
+                     f"{runs[1].wall_s / runs[0].wall_s:.2f} times as long with {cases[1][0]}")
     all_hold = all(line["holds"] is not False for line in lines)
     print_table(f"cache pressure, {options.size}", table, notes)
     print_result("cache_pressure", dict(size=options.size, model=options.model, dtype=options.dtype,
@@ -70,7 +71,8 @@ def thrash_cases(size: str) -> list[tuple[str, int, float | None, dict[str, Any]
 def react_cases(size: str) -> list[tuple[str, int, float | None, dict[str, Any]]]:
     p = SIZES["react"][size]
     needed = p["system"] + p["agents"] * p["turns"] * (p["observation"] + p["output"])
-    return [("host tier", needed // 4, MAX_COMPUTED, dict(host_tokens=2 * needed)), ("no host tier", needed // 4, None, {})]
+    return [("host tier", needed // 4, MAX_COMPUTED, dict(host_tokens=2 * needed)),
+            ("no host tier", needed // 4, None, {})]
 
 
 CASES = {"thrash": thrash_cases, "react": react_cases}

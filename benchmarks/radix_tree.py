@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         if num <= num_nodes:
             for is_cached in (True, False):
                 times = time_request(num, options.page_size, 20 * options.repeats, is_cached=is_cached)
-                rows.append(Row(f"a {'cached' if is_cached else 'new'} prompt of {REQUEST_TOKENS:,} tokens, {num:,} nodes",
-                                times, "us", MAX_REQUEST_US))
+                rows.append(Row(f"a {'cached' if is_cached else 'new'} prompt of {REQUEST_TOKENS:,} tokens, "
+                                f"{num:,} nodes", times, "us", MAX_REQUEST_US))
     build, single, bulk = time_eviction(num_nodes, options.fanout, options.page_size)
     rows += [Row(f"insert of a page, {num_nodes:,} nodes", build, "us"),
              Row("eviction of a node, one page per call", single, "us", MAX_EVICTION_US),

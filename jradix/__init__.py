@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from jradix.grammar.python_types import json_schema
     from jradix.llm import LLM
     from jradix.loading import convert
-    from jradix.outputs import CacheUse, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput, StreamDelta
+    from jradix.outputs import (CacheUse, CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput,
+                                StreamDelta)
     from jradix.sampling_params import SamplingParams
 
 

@@ -2,7 +2,8 @@
 
 S rows, T flat tokens, M pages per row, G KV groups, W places for prompt logits.
 Rows are ordered decode first (one token each), then prefill chunks; their tokens lie one after the other in `tokens`,
-padding at the end. Positions and KV slots follow from `cu_q_lens`, `kv_lens` and `page_table`, so the step derives them.
+padding at the end. Positions and KV slots follow from `cu_q_lens`, `kv_lens` and `page_table`, so the step derives
+them.
 """
 from __future__ import annotations
 
@@ -51,6 +52,11 @@ class RowParams(NamedTuple):
       stop_ids: int32[S, NUM_STOP_IDS], padded with a number no token has.
       top_k: int32[S].
       seeds: int32[S, 2], bit patterns of the row's random stream.
+      grammar_states: int32[S], the state whose tokens may be drawn, 0 for a row without grammar; -1: as the device
+        remembers it for the row's slot, after the token sampled by the step before.
+      mask_places: int32[S], 1 + the row's place in the `row_masks` of the step, 0 for none; not in multi-step decode.
+      uses_history: int32[S], 1 where penalties or a bias apply.
+      wants_logprobs: int32[S], 1 where log-probabilities are asked for; they are zeros in a step where nobody does.
       temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32[S].
     """
     output_positions: Any
@@ -59,6 +65,10 @@ class RowParams(NamedTuple):
     stop_ids: Any
     top_k: Any
     seeds: Any
+    grammar_states: Any
+    mask_places: Any
+    uses_history: Any
+    wants_logprobs: Any
     temperature: Any
     top_p: Any
     min_p: Any
@@ -90,12 +100,43 @@ class PackedBatch(NamedTuple):
       row_ints, row_floats: a `RowParams`; their lengths depend on the number of rows only.
       logit_rows: int32[W], flat tokens whose log-probabilities are wanted (prompt_logprobs, score).
       logit_targets: int32[W], the token each of them should predict.
+      row_masks: uint32[S, ceil(V / 32)], planar bits of the tokens allowed, for rows that bring their own mask; empty
+        where no row does.
     """
     ints: np.ndarray
     row_ints: np.ndarray
     row_floats: np.ndarray
     logit_rows: np.ndarray
     logit_targets: np.ndarray
+    row_masks: np.ndarray
+
+
+class GrammarTables(NamedTuple):
+    """The tables of one grammar, and where they go in the device's arena of `GrammarSizes`.
+
+    A state is numbered inside the grammar here; on the device, `first_state` is added.
+
+    Attributes:
+      grammar: place of the grammar, from 1.
+      first_state, first_transition: where its Q states and its Q * C transitions go.
+      row_ids: int32[n], places of the mask rows that are not there yet.
+      mask_rows: uint32[n, ceil(V / 32)], their bits: token v is bit v // W of word v % W.
+      state_row: int32[Q], place of each state's mask row.
+      is_accepting: bool[Q], the text may end here.
+      next_state: uint16[Q, C], 65,535 rejects.
+      classes: uint16[V], class of each token; with `uses_bytes` uint16[256], of each byte of a token.
+      uses_bytes: transitions are made byte by byte.
+    """
+    grammar: int
+    first_state: int
+    first_transition: int
+    row_ids: np.ndarray
+    mask_rows: np.ndarray
+    state_row: np.ndarray
+    is_accepting: np.ndarray
+    next_state: np.ndarray
+    classes: np.ndarray
+    uses_bytes: bool = False
 
 
 class MoveKind(enum.Enum):
@@ -129,9 +170,10 @@ class StepLayout:
       num_groups: G.
       max_pages: M.
       num_logit_rows: W, a multiple of LOGIT_BLOCK and at least the T of the engine's largest shape.
+      vocab_size: V, width of the head.
     """
 
-    def __init__(self, shape: StepShape, *, num_groups: int, max_pages: int, num_logit_rows: int):
+    def __init__(self, shape: StepShape, *, num_groups: int, max_pages: int, num_logit_rows: int, vocab_size: int):
         self.shape = shape
         rows = shape.num_rows
         self._ints: dict[str, tuple[int, ...]] = dict(
@@ -139,7 +181,8 @@ class StepLayout:
             page_table=(num_groups, rows, max_pages), row_slots=(rows,), is_sampled=(rows,), num_decode=(1,))
         self._row_ints: dict[str, tuple[int, ...]] = dict(
             output_positions=(rows,), tokens_left=(rows,), min_tokens=(rows,), stop_ids=(rows, NUM_STOP_IDS),
-            top_k=(rows,), seeds=(rows, 2))
+            top_k=(rows,), seeds=(rows, 2), grammar_states=(rows,), mask_places=(rows,), uses_history=(rows,),
+            wants_logprobs=(rows,))
         self._row_floats: dict[str, tuple[int, ...]] = dict.fromkeys(
             ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), (rows,))
         self._num_ints, self._num_row_ints, self._num_row_floats = (
@@ -147,13 +190,16 @@ class StepLayout:
 
         self._no_logit_rows = np.zeros(num_logit_rows, np.int32)
         self._no_logit_rows.flags.writeable = False
+        self._num_mask_words = -(-vocab_size // 32)
 
-    def allocate(self, *, with_params: bool = True, with_logit_rows: bool = True) -> PackedBatch:
+    def allocate(self, *, with_params: bool = True, with_logit_rows: bool = True, with_masks: bool = False
+                 ) -> PackedBatch:
         """Fresh zeroed buffers; what a step does not use is empty, or one read-only array for all steps."""
         logit_rows = (np.zeros_like(self._no_logit_rows) if with_logit_rows else self._no_logit_rows for _ in range(2))
         return PackedBatch(np.zeros(self._num_ints, np.int32),
                            np.zeros(self._num_row_ints if with_params else 0, np.int32),
-                           np.zeros(self._num_row_floats if with_params else 0, np.float32), *logit_rows)
+                           np.zeros(self._num_row_floats if with_params else 0, np.float32), *logit_rows,
+                           np.zeros((self.shape.num_rows if with_masks else 0, self._num_mask_words), np.uint32))
 
     def step_batch(self, ints: Any) -> StepBatch:
         """The fields of `PackedBatch.ints`, as views; works on NumPy and on traced arrays."""

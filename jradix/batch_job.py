@@ -104,8 +104,8 @@ class BatchSummary:
 def run_batch(input_path: str | os.PathLike[str], output_path: str | os.PathLike[str], open_llm: Callable[[], LLM], *,
               defaults: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None,
               max_inflight: int = DEFAULT_MAX_INFLIGHT, overwrite: bool = False, strict: bool = False,
-              report_path: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None, show_progress: bool = True,
-              answers_to: TextIO | None = None) -> BatchSummary:
+              report_path: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None,
+              show_progress: bool = True, answers_to: TextIO | None = None) -> BatchSummary:
     """Answers every line of a request file; called again with the same arguments, resumes.
 
     Args:

@@ -8,6 +8,8 @@ Fields of the body (of the line itself in the plain form):
   as in SamplingParams  max_tokens (or max_completion_tokens) min_tokens temperature top_p top_k min_p n seed stop
                         stop_token_ids presence_penalty frequency_penalty repetition_penalty logit_bias prompt_logprobs
                         ignore_eos skip_special_tokens include_stop_str_in_output cache cache_namespace
+                        json_schema regex choices
+  response_format       {"type": "json_schema", "json_schema": {"schema": {...}}}, {"type": "json_object"} or text
   logprobs              chat: true or false, with top_logprobs; completions: how many
   chat_template_kwargs  chat only
   stream, echo          only false
@@ -23,14 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jradix.errors import RequestError
-from jradix.sampling_params import SamplingParams
+from jradix.sampling_params import SamplingParams, read_response_format
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 
 _SAMPLING_FIELDS = frozenset((
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs", "ignore_eos",
-    "skip_special_tokens", "include_stop_str_in_output", "cache", "cache_namespace"))
+    "skip_special_tokens", "include_stop_str_in_output", "cache", "cache_namespace",
+    "json_schema", "regex", "choices"))
 _IGNORED_FIELDS = frozenset(("user", "metadata", "store"))
 
 
@@ -156,6 +159,11 @@ def _parse_body(body: dict[str, Any], is_chat: bool, custom_id: str, defaults: M
         if body.setdefault("max_tokens", limit) != limit:
             raise LineError("invalid_request", f"max_tokens={shown(body['max_tokens'])} and max_completion_tokens="
                                                f"{shown(limit)} differ: give one of them")
+    if (form := body.pop("response_format", None)) is not None:
+        try:
+            given.update(read_response_format(form))
+        except ValueError as error:
+            raise LineError("invalid_request", str(error)) from None
     logprobs, top_logprobs = body.pop("logprobs", None), body.pop("top_logprobs", None) if is_chat else None
     if logprobs is not None or top_logprobs is not None:
         given["logprobs"] = _num_logprobs(logprobs, top_logprobs) if is_chat else logprobs

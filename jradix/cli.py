@@ -126,10 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--prefill-chunk-tokens", type=_positive, metavar="N", help="prompt tokens computed in one step")
     model.add_argument("--decode-steps", type=_positive, metavar="N", help="decode steps in one device call")
     cache = run.add_argument_group("prefix cache")
-    cache.add_argument("--cache-dir", metavar="DIR", help="start from the cache saved there, and save it there at the end")
+    cache.add_argument("--cache-dir", metavar="DIR",
+                       help="start from the cache saved there, and save it there at the end")
     cache.add_argument("--host-cache-bytes", type=parse_size, metavar="SIZE",
                        help="memory of the machine for what the KV cache has no room for")
-    cache.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="what leaves the cache first (default: lru)")
+    cache.add_argument("--eviction-policy", choices=EVICTION_POLICIES,
+                       help="what leaves the cache first (default: lru)")
     cache.add_argument("--min-ttl-s", type=_seconds, metavar="S",
                        help="do not evict what was used in the last S seconds while anything older is there")
     cache.add_argument("--batch-order", choices=("depth_first", "arrival"),

@@ -44,6 +44,7 @@ class EngineConfig:
       thrash_share: share of recomputed ones among a window's prompt tokens, above which fewer requests may run
         at once when one more would have to evict.
       num_host_pages: pages of each group that the host's memory takes over when the device's pool is short (0: none).
+      grammar_bytes: device memory for the tables of grammars, of all that are in use together (0: no grammars).
     """
     page_size: int = 16
     num_pages: int = 1024
@@ -64,6 +65,7 @@ class EngineConfig:
     thrash_window_s: float = 10.0
     thrash_share: float = 0.25
     num_host_pages: int = 0
+    grammar_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "decode_steps",
@@ -71,7 +73,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a positive integer")
-        for name in ("max_bypass", "reserve_tokens", "num_host_pages"):
+        for name in ("max_bypass", "reserve_tokens", "num_host_pages", "grammar_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected zero or a positive integer")
 
@@ -82,7 +84,8 @@ class EngineConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number from 0 to 1")
         if self.eviction_policy not in EVICTION_POLICIES:
-            raise ValueError(f"eviction_policy={self.eviction_policy!r}: expected one of {', '.join(EVICTION_POLICIES)}")
+            raise ValueError(f"eviction_policy={self.eviction_policy!r}: expected one of "
+                             f"{', '.join(EVICTION_POLICIES)}")
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -93,6 +96,41 @@ class EngineConfig:
     def pool_tokens(self) -> int:
         """Tokens one group's pool holds."""
         return self.num_pages * self.page_size
+
+
+NUM_RESERVED_STATES = 2     # no grammar, and ended; so are mask rows 0 and 1
+STATE_BYTES = 13
+
+
+@dataclass(frozen=True)
+class GrammarSizes:
+    """Capacity of the device's grammar tables, shared by all grammars in use.
+
+    Attributes:
+      num_rows: distinct mask rows of one bit per token, the reserved ones included.
+      num_states: the reserved ones included.
+      num_transitions: 16-bit entries, classes times states.
+      num_grammars: grammar 0, which is none, included.
+    """
+    num_rows: int
+    num_states: int
+    num_transitions: int
+    num_grammars: int
+
+    @classmethod
+    def for_engine(cls, config: EngineConfig, vocab_size: int) -> GrammarSizes:
+        """Shares `grammar_bytes` out: 7/16 to mask rows, 1/4 each to transitions and token classes, 1/16 to states.
+
+        Token classes of twice as many grammars as can run at once are enough; what they leave goes to mask rows.
+        """
+        total = config.grammar_bytes
+        class_bytes = 2 * max(vocab_size, 256)
+        num_grammars = 1 + min(total // 4 // class_bytes, 2 * config.max_num_seqs) if total else 1
+        num_transitions, num_states = total // 4 // 2, total // 16 // STATE_BYTES
+        rest = total - class_bytes * (num_grammars - 1) - 2 * num_transitions - STATE_BYTES * num_states
+        num_rows = min(rest // (4 * -(-vocab_size // 32)), num_states)
+        return cls(max(num_rows, NUM_RESERVED_STATES), max(num_states, NUM_RESERVED_STATES), max(num_transitions, 1),
+                   num_grammars)
 
 
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
@@ -129,11 +167,13 @@ class StepShapes:
       chunk_row_buckets: S of steps with chunks, some of the row buckets.
       chunk_buckets: C of steps with chunks.
       has_host_pages: pages also move between device and host.
+      has_grammars: grammar tables are uploaded.
     """
     row_buckets: tuple[int, ...]
     chunk_row_buckets: tuple[int, ...]
     chunk_buckets: tuple[int, ...]
     has_host_pages: bool = False
+    has_grammars: bool = False
 
     @classmethod
     def for_engine(cls, config: EngineConfig) -> StepShapes:
@@ -141,7 +181,7 @@ class StepShapes:
         chunks = _buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8)
         while True:
             chunk_rows = tuple(sorted({rows[min(1, len(rows) - 1)], rows[-1]}))
-            shapes = cls(rows, chunk_rows, chunks, config.num_host_pages > 0)
+            shapes = cls(rows, chunk_rows, chunks, config.num_host_pages > 0, config.grammar_bytes > 0)
             if shapes.num_programs <= MAX_PROGRAMS:
                 return shapes
             if len(chunks) > 5:
@@ -152,15 +192,15 @@ class StepShapes:
     @property
     def num_programs(self) -> int:
         """Forward passes, a sampler per row bucket, prompt log-probabilities, the setting of a row's history, and the
-        copying of pages, with host pages also out of and into the device's pool."""
-        return len(self.all()) + len(self.row_buckets) + 3 + 2 * self.has_host_pages
+        copying of pages, with host pages also out of and into the device's pool, with grammars the upload of tables."""
+        return len(self.all()) + len(self.row_buckets) + 3 + 2 * self.has_host_pages + self.has_grammars
 
     def all(self) -> list[StepShape]:
         return [*(StepShape(rows, 0) for rows in self.row_buckets),
                 *(StepShape(rows, chunk) for chunk in self.chunk_buckets for rows in self.chunk_row_buckets)]
 
     def fit(self, num_rows: int, num_tokens: int, num_decode: int) -> StepShape:
-        """The smallest shape with room for `num_rows` rows and `num_tokens` tokens, `num_decode` of them decode rows."""
+        """The smallest shape that holds `num_rows` rows and `num_tokens` tokens, `num_decode` of them decode rows."""
         if num_tokens == num_decode:
             return StepShape(_first_at_least(self.row_buckets, num_rows, "rows"), 0)
         return StepShape(_first_at_least(self.chunk_row_buckets, num_rows, "rows"),

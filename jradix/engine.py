@@ -18,13 +18,17 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from jradix.batch import NUM_STOP_IDS, TokenLogprobs
+from jradix.batch import NUM_STOP_IDS, GrammarTables, TokenLogprobs
 from jradix.cache.node import Namespace
 from jradix.cache.packed_tree import Unpacked, pack, unpack
 from jradix.cache.prefix_cache import PrefixCache
 from jradix.cache.snapshot import SnapshotIdentity, new_snapshot, open_snapshot
 from jradix.config import EngineConfig
-from jradix.errors import EngineError, RequestError, SnapshotError
+from jradix.errors import EngineError, GrammarError, RequestError, SnapshotError
+from jradix.grammar.book import Constraint, GrammarBook
+from jradix.grammar.compiler import read_schema
+from jradix.grammar.table_pool import ArenaSize
+from jradix.grammar.vocabulary import Vocabulary
 from jradix.outputs import RequestOutput
 from jradix.request_group import RequestGroup
 from jradix.runner.runner import ModelRunner
@@ -62,6 +66,7 @@ class Engine:
       generation_config: the model's sampling defaults.
       seed: of the random streams of requests without one; None: not reproducible.
       model_name: names the KV in the cache.
+      vocabulary: of the model's head, for grammars; None: they are refused. The runner was made with its `token_bytes`.
 
     Raises:
       ValueError: the runner is too small for `config`.
@@ -69,7 +74,7 @@ class Engine:
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, tokenizer: Tokenizer | None = None,
                  eos_ids: Sequence[int] = (), generation_config: Mapping[str, Any] | None = None,
-                 seed: int | None = None, model_name: str = "",
+                 seed: int | None = None, model_name: str = "", vocabulary: Vocabulary | None = None,
                  clock: Callable[[], float] = time.perf_counter):
         _check_sizes(config, runner.config)
         self.config = config
@@ -81,6 +86,9 @@ class Engine:
         self._seed = secrets.randbits(64) if seed is None else seed
         self._namespace = Namespace(model=model_name)
         self._clock = clock
+        sizes = runner.grammar_sizes
+        self._grammars = None if vocabulary is None or not config.grammar_bytes else GrammarBook(
+            vocabulary, ArenaSize(sizes.num_rows, sizes.num_states, sizes.num_transitions, sizes.num_grammars))
         self._request_ids = count()
         self._groups: dict[str, RequestGroup] = {}
         self._owner: dict[int, tuple[RequestGroup, int]] = {}     # scheduler's request id -> group, sample
@@ -120,6 +128,7 @@ class Engine:
         self._check_open()
         params = (params or SamplingParams()).resolved(self._generation_config)
         tokens = self._check_prompt(prompt_token_ids, params)
+        constraints = [self._constraint(params) for _ in range(params.n)]
         if request_id is None:
             request_id = f"request-{next(self._request_ids)}"
             while request_id in self._groups:
@@ -140,8 +149,9 @@ class Engine:
             buffer[:len(tokens)] = tokens
             request = Request(
                 next(self._request_ids), buffer, len(tokens), params, max_output,
-                frozenset() if params.ignore_eos else self._eos_ids, self.namespace(params), self._stream(params, serial, index),
-                first_logit if index == 0 else None, detokenizer if params.stop else None)
+                frozenset() if params.ignore_eos else self._eos_ids, self.namespace(params),
+                self._stream(params, serial, index), first_logit if index == 0 else None,
+                detokenizer if params.stop else None, constraints[index])
             self.scheduler.add(request)     # all samples have the same prompt: only the first can be refused
             group.add_sample(request, detokenizer)
             self._owner[request.request_id] = group, index
@@ -151,9 +161,11 @@ class Engine:
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raises the RequestError that `add_request` would raise; queues nothing."""
         params = (params or SamplingParams()).resolved(self._generation_config)
+        self._constraint(params)
         self.scheduler.check_prompt_fits(len(self._check_prompt(prompt_token_ids, params)))
 
-    def sharing_order(self, prompts: Sequence[Sequence[int] | None], params: Sequence[SamplingParams | None]) -> list[int]:
+    def sharing_order(self, prompts: Sequence[Sequence[int] | None],
+                      params: Sequence[SamplingParams | None]) -> list[int]:
         """The order in which prompts share most: depth first over their trie, what is cached already first.
 
         Each cache namespace by itself. Prompts that share nothing, or are no lists of token ids, keep their order.
@@ -252,8 +264,8 @@ class Engine:
         in_tree = cache.tree.num_evictable_pages + cache.tree.num_locked_pages
         return dict(
             pool=dict(num_pages=cache.num_pages, page_size=cache.page_size, free=free,
-                      cached=cache.tree.num_evictable_pages, in_use=cache.num_pages - free - cache.tree.num_evictable_pages,
-                      in_tree=in_tree),
+                      cached=cache.tree.num_evictable_pages,
+                      in_use=cache.num_pages - free - cache.tree.num_evictable_pages, in_tree=in_tree),
             requests=dict(running=self.scheduler.num_running, waiting=self.scheduler.num_waiting,
                           finished=done.num_finished, preemptions=done.num_preemptions, failures=self._num_failures),
             tokens=dict(computed=done.num_computed_tokens, computed_prompt=done.num_computed_prompt_tokens,
@@ -262,7 +274,8 @@ class Engine:
             cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
                        hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
                        evicted_pages=cache.counters.num_evicted_pages,
-                       host_hit_tokens=cache.counters.num_host_hit_tokens, copied_tokens=cache.counters.num_copied_tokens,
+                       host_hit_tokens=cache.counters.num_host_hit_tokens,
+                       copied_tokens=cache.counters.num_copied_tokens,
                        recomputed_tokens=cache.counters.num_recomputed_tokens,
                        early_evictions=cache.counters.num_early_evictions, eviction_policy=cache.tree.queue.policy,
                        pinned_pages=cache.pins.num_pages, pins=len(cache.pins)),
@@ -272,6 +285,8 @@ class Engine:
                               activations=guard.num_activations),
             steps=done.num_steps, compiled_programs=self._runner.num_compiled,
             device=f"{self._runner.device.platform}:{self._runner.device.id} ({self._runner.device.device_kind})",
+            grammars=dict(compiled=self._grammars.num_compiled if self._grammars else 0,
+                          resident=self._grammars.pool.num_resident if self._grammars else 0),
             host_time=dataclasses.asdict(self.host_time))
 
     def namespace(self, params: SamplingParams) -> Namespace | None:
@@ -289,8 +304,9 @@ class Engine:
         """
         self._check_open()
         if self._namespace.weights_version:
-            raise SnapshotError(f"snapshot {path}: the weights were replaced by update_weights, so a saved cache could not "
-                                "be told from one of the checkpoint's; make a new LLM on the new weights to save one")
+            raise SnapshotError(f"snapshot {path}: the weights were replaced by update_weights, so a saved cache could "
+                                "not be told from one of the checkpoint's; make a new LLM on the new weights to save "
+                                "one")
         self._runner.move_pages(self.cache.take_moves())
         tree, pages, host_pages = pack(self.cache)
         with new_snapshot(path, SnapshotIdentity(**identity), tree) as folder:
@@ -305,7 +321,8 @@ class Engine:
         """
         self._check_open()
         if self._namespace.weights_version:
-            raise SnapshotError(f"snapshot {path}: it belongs to the checkpoint's weights, which update_weights replaced")
+            raise SnapshotError(f"snapshot {path}: it belongs to the checkpoint's weights, which "
+                                "update_weights replaced")
         snapshot = open_snapshot(path, SnapshotIdentity(**identity))
         self._runner.move_pages(self.cache.take_moves())
         return unpack(self.cache, snapshot.tree, lambda rows, pages: self._runner.load_pages(
@@ -352,6 +369,8 @@ class Engine:
             self._is_committing = False
             return None
         t1 = time.thread_time()
+        if self._grammars is not None:
+            self._upload_grammars()
         if plan.page_moves:
             self._runner.move_pages(plan.page_moves)
         for request in plan.admitted:
@@ -368,6 +387,16 @@ class Engine:
         time_spent.dispatch_s += time.thread_time() - t2
         time_spent.num_rows += len(plan.rows)
         return plan, output
+
+    def _upload_grammars(self) -> None:
+        """Puts the grammars of requests that were just admitted on the device."""
+        rows, grammars = self._grammars.pool.take_uploads()
+        for i, grammar in enumerate(grammars):
+            uses_bytes = grammar.token_class is None
+            self._runner.upload_grammar(GrammarTables(
+                grammar.slot, grammar.state_start, grammar.word_start, rows.ids if i == 0 else rows.ids[:0],
+                rows.rows if i == 0 else rows.rows[:0], grammar.state_row, grammar.accepting, grammar.next_state,
+                grammar.byte_class.astype(np.uint16) if uses_bytes else grammar.token_class, uses_bytes))
 
     def _take_in(self, plan: StepPlan, output: StepOutput) -> list[RequestGroup]:
         """Fetches a step's results and books them; returns streamed groups that grew."""
@@ -443,25 +472,42 @@ class Engine:
         if tokens.size == 0:
             raise RequestError("empty prompt: expected at least one token")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise RequestError(f"prompt token ids of shape {tokens.shape} and type {tokens.dtype}: expected a flat list "
-                               "of integers")
+            raise RequestError(f"prompt token ids of shape {tokens.shape} and type {tokens.dtype}: expected a flat "
+                               "list of integers")
         vocab = self._runner.num_valid_tokens
         if tokens.min() < 0 or tokens.max() >= vocab:
             bad = int(tokens[(tokens < 0) | (tokens >= vocab)][0])
             raise RequestError(f"token id {bad} is outside the vocabulary of {vocab}")
         longest = self.config.max_model_len - (params.max_tokens != 0)
         if len(tokens) > longest:
-            raise RequestError(f"prompt of {len(tokens)} tokens, but max_model_len={self.config.max_model_len} leaves room "
-                               f"for {longest}; shorten the prompt or raise max_model_len")
+            raise RequestError(f"prompt of {len(tokens)} tokens, but max_model_len={self.config.max_model_len} leaves "
+                               f"room for {longest}; shorten the prompt or raise max_model_len")
         outside = [i for i in (*params.stop_token_ids, *(params.logit_bias or ())) if i >= vocab]
         if outside:
-            raise RequestError(f"stop_token_ids or logit_bias name token id {outside[0]}, outside the vocabulary of {vocab}")
+            raise RequestError(f"stop_token_ids or logit_bias name token id {outside[0]}, outside the "
+                               f"vocabulary of {vocab}")
         num_stop_ids = len(self._eos_ids | set(params.stop_token_ids))
         if params.min_tokens and num_stop_ids > NUM_STOP_IDS:
-            raise RequestError(f"min_tokens with {num_stop_ids} stop token ids: at most {NUM_STOP_IDS} can be held back")
+            raise RequestError(f"min_tokens with {num_stop_ids} stop token ids: at most "
+                               f"{NUM_STOP_IDS} can be held back")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids")
         return tokens.astype(np.int32)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """The grammar a request asks for, compiled. Raises RequestError when it cannot be used."""
+        sources = params.grammar
+        if not sources:
+            return None
+        if self._grammars is None:
+            raise RequestError(f"{next(iter(sources))}: grammars need a tokenizer whose tokens are bytes, "
+                               "and grammar_bytes")
+        try:
+            if "json_schema" in sources:
+                sources["json_schema"] = read_schema(sources["json_schema"])
+            return self._grammars.constraint(repr(sources), sources)
+        except GrammarError as error:
+            raise RequestError(str(error)) from error
 
     def _stream(self, params: SamplingParams, serial: int, index: int) -> tuple[int, int]:
         """Two signed 32-bit words that name the random stream of one sample."""
@@ -498,8 +544,8 @@ class Engine:
             self._runner.reset_state()
         except RuntimeError as error:
             self.close()
-            raise EngineError(f"the step failed, and so did making its state again: {error}; the engine is closed, make "
-                              "a new one") from error
+            raise EngineError(f"the step failed, and so did making its state again: {error}; the engine is closed, "
+                              "make a new one") from error
         counters, cache_counters = self.scheduler.counters, self.cache.counters
         self._reset_scheduler()
         self.scheduler.counters, self.cache.counters = counters, cache_counters
@@ -525,6 +571,8 @@ class Engine:
             num_host_pages=self.config.num_host_pages, eviction_policy=self.config.eviction_policy,
             min_ttl_s=self.config.min_ttl_s, max_pinned_fraction=self.config.max_pinned_fraction, clock=self._clock)
         self.scheduler = Scheduler(self.config, self.cache, clock=self._clock)
+        if self._grammars is not None:
+            self._grammars.reset()
 
 
 def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:

@@ -55,4 +55,4 @@ class GrammarError(JradixError, ValueError):
 
 
 class GrammarTooLarge(GrammarError):
-    """The grammar needs more states, work or bytes than the limits allow. The message names the limit and the number."""
+    """The grammar needs more states, work or bytes than the limits allow. The message names limit and number."""

@@ -17,13 +17,13 @@ from jradix.config import EngineConfig, StepShapes
 from jradix.engine import Engine
 from jradix.errors import EngineError, RequestError, TokenizerError
 from jradix.llm_cache import LLMCache
-from jradix.loading import end_token_ids, find_device, keep_compilations, load_tokenizer
+from jradix.loading import end_token_ids, find_device, keep_compilations, load_tokenizer, load_vocabulary
 from jradix.model_files import resolve
 from jradix.outputs import RequestOutput, ScoreOutput, StreamDelta
 from jradix.progress import ProgressBar
 from jradix.runner.memory import plan_host_pages, plan_memory
 from jradix.runner.runner import ModelRunner
-from jradix.sampling_params import SamplingParams
+from jradix.sampling_params import SamplingParams, read_response_format
 from jradix.stats_table import Stats
 from jradix.tokenizer import Tokenizer
 from jradix.weights.dtype import kv_dtype, resolve_dtype
@@ -69,6 +69,7 @@ class LLM:
       max_wait_s: how long a request waits where only such young prefixes could make room for it.
       max_pinned_fraction: share of the KV pool that `cache.pin` may protect.
       host_cache_bytes: memory of the machine for KV that the device's pool has no room for; None: none.
+      grammar_bytes: device memory for the tables of grammars in use; 0: no grammars.
       load_cache: folder written by `cache.save` to start from.
       decode_steps: decode steps in one device call while nothing waits for admission; 1: off.
       overlap: plan the next step while the device runs this one.
@@ -92,7 +93,7 @@ class LLM:
                  memory_fraction: float | None = None, device: str | None = None, batch_order: str = "depth_first",
                  eviction_policy: str = "lru", min_ttl_s: float = 0.0, max_wait_s: float = 1.0,
                  max_pinned_fraction: float = 0.5, host_cache_bytes: int | None = None,
-                 load_cache: str | Path | None = None, decode_steps: int = 1,
+                 load_cache: str | Path | None = None, grammar_bytes: int = 64 * 2**20, decode_steps: int = 1,
                  overlap: bool = True, use_generation_config: bool = True, warmup: str = "none",
                  compile_cache_dir: str | Path | None = "auto", progress: bool | None = None, quiet: bool = False):
         if warmup not in ("none", "full"):
@@ -112,12 +113,12 @@ class LLM:
         page_size = 16 if page_size is None else page_size
         sizes = EngineConfig(page_size=page_size, max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens,
                              eviction_policy=eviction_policy, min_ttl_s=min_ttl_s, max_wait_s=max_wait_s,
-                             max_pinned_fraction=max_pinned_fraction, decode_steps=decode_steps, overlap=overlap,
-                             enable_prefix_caching=enable_prefix_caching)
+                             max_pinned_fraction=max_pinned_fraction, grammar_bytes=grammar_bytes,
+                             decode_steps=decode_steps, overlap=overlap, enable_prefix_caching=enable_prefix_caching)
         plan = plan_memory(
             model_config, device=chosen, weight_dtype=weight_dtype, kv_dtype=pool_dtype, page_size=page_size,
             max_num_seqs=max_num_seqs, step_tokens=StepShapes.for_engine(sizes).all()[-1].num_tokens,
-            kv_cache_bytes=kv_cache_bytes, memory_fraction=memory_fraction)
+            kv_cache_bytes=kv_cache_bytes, memory_fraction=memory_fraction, grammar_bytes=sizes.grammar_bytes)
         self._quiet, self._progress = quiet, progress
         self._say(plan.describe(files.name, f"{weight_dtype.name}, {reason}" if reason else weight_dtype.name,
                                 pool_dtype.name))
@@ -130,8 +131,11 @@ class LLM:
         with self._bar("loading", progress) as bar:
             weights = load_model(files, dtype=weight_dtype, device=chosen, progress=bar.update)
         generation = load_generation_config(files)
+        eos_ids = end_token_ids(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation)
+        vocabulary = load_vocabulary(self.tokenizer, model_config.vocab_size, eos_ids)
         runner = ModelRunner(weights, model_config, self.config, device=chosen, kv_dtype=pool_dtype,
-                             num_valid_tokens=self.tokenizer.vocab_size)
+                             num_valid_tokens=self.tokenizer.vocab_size, eos_ids=eos_ids,
+                             token_bytes=vocabulary.token_bytes if vocabulary else None)
         self.model_name = files.name
         self.memory_plan = plan
         weights_name = weights_fingerprint(files)
@@ -144,7 +148,7 @@ class LLM:
         self._runner = runner
         self.engine = Engine(
             runner, self.config, tokenizer=self.tokenizer,
-            eos_ids=end_token_ids(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation),
+            eos_ids=eos_ids, vocabulary=vocabulary,
             generation_config=generation if use_generation_config else {}, seed=seed, model_name=self.fingerprint)
         defaults = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
         if use_generation_config and defaults:
@@ -160,7 +164,8 @@ class LLM:
 
     # -- work
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None,
                  *, on_error: str = "record", progress: bool | None = None) -> list[RequestOutput]:
         """Completes prompts; results come in the order of the prompts.
 
@@ -185,8 +190,8 @@ class LLM:
 
     def chat(self, messages: Messages | Sequence[Messages],
              params: SamplingParams | Sequence[SamplingParams] | None = None, *, add_generation_prompt: bool = True,
-             template_kwargs: Mapping[str, Any] | None = None, on_error: str = "record", progress: bool | None = None
-             ) -> list[RequestOutput]:
+             template_kwargs: Mapping[str, Any] | None = None, response_format: Mapping[str, Any] | None = None,
+             on_error: str = "record", progress: bool | None = None) -> list[RequestOutput]:
         """Answers conversations, rendered with the model's own chat template.
 
         User text that spells a control token stays text. Arguments as `generate`.
@@ -194,6 +199,8 @@ class LLM:
         Args:
           messages: a list of {"role", "content"}, or a list of such lists.
           template_kwargs: passed to the template.
+          response_format: OpenAI's, for all conversations: {"type": "json_schema", "json_schema": {"schema": ...}} or
+            {"type": "json_object"}.
 
         Raises:
           TokenizerError: the model has no chat template.
@@ -203,9 +210,12 @@ class LLM:
             raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
         if not self.tokenizer.has_chat_template:
             self.tokenizer.apply_chat_template([{"role": "user", "content": ""}])     # raises what to do about it
+        form = {} if response_format is None else read_response_format(response_format)
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         requests: list[tuple[Prompt | RequestError, SamplingParams | None]] = []
         for conversation, given in zip(conversations, _params_for(conversations, params)):
+            if form:
+                given = dataclasses.replace(given or SamplingParams(), **form)
             try:
                 ids = self.render_chat(conversation, add_generation_prompt=add_generation_prompt,
                                        template_kwargs=template_kwargs)
@@ -258,7 +268,8 @@ class LLM:
         if len(prompts) == 1:
             prompts = prompts * len(completions)
         if len(prompts) != len(completions):
-            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: expected as many, or one prompt")
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: expected as many, "
+                             "or one prompt")
         results = [ScoreOutput() for _ in completions]
         nothing = SamplingParams(max_tokens=0, prompt_logprobs=0)
         open_requests: dict[str, int] = {}
@@ -464,7 +475,8 @@ class LLM:
                 num_cut = max(len(ids) - longest, 0)
                 if num_cut:
                     ids = ids[num_cut:] if on_error == "truncate_left" else ids[:longest]
-            return self.engine.add_request(ids, params, prompt=text, is_streamed=is_streamed, num_truncated_tokens=num_cut)
+            return self.engine.add_request(ids, params, prompt=text, is_streamed=is_streamed,
+                                           num_truncated_tokens=num_cut)
         except RequestError as error:
             return RequestOutput("refused", text, list(ids), finished=True, error=str(error), sampling_params=params)
 

@@ -94,7 +94,8 @@ class LLMCache:
         """
         num_open = self._llm.num_unfinished
         if num_open:
-            raise EngineError(f"{num_open} requests are running on the cache; wait for them or abort them before clear()")
+            raise EngineError(f"{num_open} requests are running on the cache; wait for them or abort them "
+                              "before clear()")
         return self._cache.clear(unpin=unpin)
 
     def save(self, path: str | Path) -> int:

@@ -1,4 +1,4 @@
-"""What has to be found before an engine can be made: device, tokenizer, end tokens, compilation cache; and `convert`."""
+"""What must be found before an engine can be made: device, tokenizer, end tokens, compilation cache; and `convert`."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, Iterable, Mapping
 import jax
 
 from jradix.errors import DeviceError, TokenizerError
+from jradix.grammar.vocabulary import Vocabulary, vocabulary_of
 from jradix.model_files import ModelFiles, resolve
 from jradix.tokenizer import Tokenizer
 from jradix.weights.dtype import resolve_dtype
@@ -40,12 +41,21 @@ def load_tokenizer(files: ModelFiles, tokenizer: str | Path | None, chat_templat
     raise TokenizerError(f"tokenizer={str(tokenizer)!r}: expected a folder with tokenizer files or a .gguf file")
 
 
+def load_vocabulary(tokenizer: Tokenizer, num_tokens: int, eos_ids: Iterable[int]) -> Vocabulary | None:
+    """The bytes of all tokens, for grammars; None where the tokenizer does not put texts together byte by byte."""
+    try:
+        return vocabulary_of(tokenizer, num_tokens, tuple(i for i in eos_ids if i < num_tokens))
+    except TokenizerError:
+        return None
+
+
 def find_device(name: str | None) -> jax.Device:
     """The device to run on. Raises DeviceError when a named one does not exist."""
     try:
         found = jax.devices(name)[0]
     except RuntimeError as error:
-        hint = {"gpu": 'pip install "jax[cuda13]"', "cuda": 'pip install "jax[cuda13]"', "tpu": 'pip install "jax[tpu]"'}
+        hint = {"gpu": 'pip install "jax[cuda13]"', "cuda": 'pip install "jax[cuda13]"',
+                "tpu": 'pip install "jax[tpu]"'}
         raise DeviceError(f"device={name!r}: JAX finds no such device here, only {jax.default_backend()}; "
                           f"install it with {hint.get(name, 'the matching jax extra')}") from error
     return found

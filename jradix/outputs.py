@@ -33,6 +33,8 @@ class CompletionOutput:
         cut by a limit other than max_tokens; None for an end token of the model and for max_tokens.
       logprobs: per output token, token id -> Logprob: the chosen one and the most probable ones.
       cumulative_logprob: sum over the chosen tokens; None unless logprobs were asked for.
+      grammar: what held the output to its grammar: "dfa", or "dfa-depth-5" where recursion and free values were cut at
+        that depth; None without a grammar.
     """
     index: int = 0
     text: str = ""
@@ -41,6 +43,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    grammar: str | None = None
 
 
 @dataclass(slots=True)

@@ -77,6 +77,7 @@ class RequestGroup:
         """Fills the output of a sample that has ended."""
         completion, request, detokenizer = self.output.outputs[index], self.samples[index], self._detokenizers[index]
         completion.token_ids = request.output_ids
+        completion.grammar = None if request.constraint is None else request.constraint.engine
         completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
         if detokenizer is not None:
             detokenizer.finish()

@@ -5,14 +5,15 @@ import dataclasses
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 MAX_LOGPROBS = 20
+GRAMMAR_FIELDS = ("json_schema", "regex", "choices")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request. A field left at None takes the model's `generation_config.json`, then the neutral value.
+    """Parameters of one request. A field left at None takes the model's `generation_config.json`, then the neutral one.
 
     Attributes:
       n: samples of the prompt; each draws its own stream, sample i is the same whatever n is.
@@ -28,15 +29,19 @@ class SamplingParams:
       include_stop_str_in_output: keep the stop text.
       ignore_eos: the model's own end tokens do not end the output; `stop` and `stop_token_ids` still do.
       presence_penalty, frequency_penalty: subtracted for tokens of the output, in [-2, 2] (OpenAI's definition).
-      repetition_penalty: divides positive and multiplies negative logits of prompt and output tokens (Keskar et al. 2019).
+      repetition_penalty: divides positive and multiplies negative logits of prompt and output tokens (Keskar 2019).
       logit_bias: token id -> value added to its logit.
       logprobs: also return this many of the most probable tokens (0: only the chosen one), at most 20. They are taken
         from the raw logits, before temperature, penalties and filters.
       prompt_logprobs: the same for the prompt's tokens; such a request reads no cached pages, but fills the cache.
       skip_special_tokens: leave special tokens out of the text.
+      json_schema: the output is JSON of this schema: a dict, JSON text, true, or a Python type (Pydantic model,
+        dataclass, TypedDict, Enum, function).
+      regex: the whole output matches this expression, in Python's syntax.
+      choices: the output is one of these texts.
       cache: False neither reads cached KV nor leaves any.
-      cache_namespace: KV is shared only between requests that name the same one: a text, or a tuple or list of texts and
-        integers; None: the common one.
+      cache_namespace: KV is shared only between requests that name the same one: a text, or a tuple or list of texts
+        and integers; None: the common one.
 
     Raises:
       ValueError: a value is outside its range; the message names the field.
@@ -60,6 +65,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    json_schema: Any = None
+    regex: str | None = None
+    choices: list[str] | tuple[str, ...] | None = None
     cache: bool = True
     cache_namespace: str | tuple[str | int, ...] | list[str | int] | None = None
 
@@ -81,11 +89,24 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
         object.__setattr__(self, "cache_namespace", checked_namespace(self.cache_namespace))
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: expected one of {', '.join(GRAMMAR_FIELDS)}")
+        if given and self.ignore_eos:
+            raise ValueError(f"ignore_eos=True with {given[0]}: an output that fits must be able to end")
+        if isinstance(self.json_schema, (int, float, list, tuple, bytes)) and not isinstance(self.json_schema, bool):
+            raise ValueError(f"json_schema={str(self.json_schema)[:60]}: expected a schema as a dict, JSON text or "
+                             "true, or a Python type")
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise ValueError(f"regex={self.regex!r}: expected a text")
+        if self.choices is not None and (isinstance(self.choices, str) or not isinstance(self.choices, Sequence)):
+            raise ValueError(f"choices={self.choices!r}: expected a list of texts")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if any(not isinstance(text, str) or not text for text in stop):
-            raise ValueError(f"stop={self.stop!r}: expected non-empty strings; leave the parameter out for no stop text")
+            raise ValueError(f"stop={self.stop!r}: expected non-empty strings; leave the parameter out for no stop "
+                             "text")
         object.__setattr__(self, "stop", stop)
         ids = tuple(self.stop_token_ids or ())
         if any(not _is_integer(i) or i < 0 for i in ids):
@@ -97,7 +118,8 @@ class SamplingParams:
             except (AttributeError, TypeError, ValueError):
                 raise ValueError(f"logit_bias={self.logit_bias!r}: expected a mapping of token id to number") from None
             if any(token < 0 or math.isnan(value) for token, value in bias.items()):
-                raise ValueError(f"logit_bias={self.logit_bias!r}: expected token ids >= 0 and numbers that are not NaN")
+                raise ValueError(f"logit_bias={self.logit_bias!r}: expected token ids >= 0 and numbers that are not "
+                                 "NaN")
             object.__setattr__(self, "logit_bias", bias)
 
     @classmethod
@@ -121,6 +143,11 @@ class SamplingParams:
         return dataclasses.replace(self, **filled) if filled else self
 
     @property
+    def grammar(self) -> dict[str, Any]:
+        """The grammar asked for, by field; empty without one."""
+        return {name: getattr(self, name) for name in GRAMMAR_FIELDS if getattr(self, name) is not None}
+
+    @property
     def is_greedy(self) -> bool:
         """True when the most probable token is always taken."""
         return self.temperature == 0 or self.top_k == 1
@@ -141,6 +168,20 @@ class SamplingParams:
         if not ok or value > high or value < low or (above and value <= low):
             bound = f"{'>' if above else '>='} {low}" + ("" if high == math.inf else f" and <= {high}")
             raise ValueError(f"{name}={value!r}: expected a number {bound}{' or None' if none else ''}")
+
+
+def read_response_format(value: Any) -> dict[str, Any]:
+    """Sampling parameters for OpenAI's `response_format`. Raises ValueError for what is none."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    schema = value.get("json_schema") if kind == "json_schema" else None
+    if isinstance(schema, Mapping) and isinstance(schema.get("schema"), (Mapping, bool)):
+        return {"json_schema": schema["schema"]}
+    raise ValueError(f"response_format={str(value)[:80]}: expected " '{"type": "text"}, {"type": "json_object"}, or '
+                     '{"type": "json_schema", "json_schema": {"schema": {...}}}')
 
 
 def checked_namespace(value: Any) -> str | tuple[str | int, ...] | None:

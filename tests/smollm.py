@@ -54,7 +54,8 @@ def transformers_model(tensors: dict[str, np.ndarray], hf_config: Any) -> Any:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(hf_config).eval()
-    missing, unexpected = model.load_state_dict({n: torch.from_numpy(t.copy()) for n, t in tensors.items()}, strict=False)
+    missing, unexpected = model.load_state_dict(
+        {n: torch.from_numpy(t.copy()) for n, t in tensors.items()}, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
     return model

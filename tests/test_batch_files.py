@@ -83,7 +83,7 @@ def test_fields_that_change_nothing_are_ignored(name):
 
 
 @pytest.mark.parametrize("body, named", [
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": []}, "tools"),
+    ({"tools": []}, "tools"),
     ({"best_of": 2}, "best_of"), ({"temprature": 0}, "temprature"), ({"stream": True}, "stream"),
     ({"echo": True}, "echo"), ({"prompt": "x"}, "prompt"), ({"stream_options": {}}, "stream_options")])
 def test_unsupported_field_is_refused_by_name(body, named):
@@ -419,3 +419,18 @@ def test_output_that_is_the_input_is_refused(requests):
 def test_output_path_that_cannot_be_written_is_refused(tmp_path, path, named):
     with pytest.raises(BatchFileError, match=named):
         check_output_path(tmp_path / path, "output")
+
+
+@pytest.mark.parametrize("form, schema", [
+    ({"type": "text"}, None), ({"type": "json_object"}, {"type": "object"}),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}, {"type": "integer"})])
+def test_response_format_becomes_a_schema(form: dict, schema: dict | None) -> None:
+    line = {"messages": [{"role": "user", "content": "hi"}], "response_format": form}
+    assert parse_request_line(json.dumps(line).encode(), 1).params.json_schema == schema
+
+
+@pytest.mark.parametrize("form", [{"type": "xml"}, {"type": "json_schema"}, 3,
+                                  {"type": "json_schema", "json_schema": {}}])
+def test_response_format_of_another_kind_is_refused(form: object) -> None:
+    line = {"messages": [{"role": "user", "content": "hi"}], "response_format": form}
+    assert "response_format=" in str(refused(json.dumps(line).encode()))

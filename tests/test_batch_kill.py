@@ -46,14 +46,16 @@ def write_lines(path: Path) -> None:
         else:
             entry = {"prompt": f"{shared}{i}", **body}
         if i in (17, 101):
-            entry = {"custom_id": f"bad-{i}", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "tools": []}}
+            entry = {"custom_id": f"bad-{i}", "method": "POST", "url": "/v1/completions",
+                     "body": {"prompt": "x", "tools": []}}
         lines.append(json.dumps(entry))
     path.write_text("\n".join(lines) + "\n")
 
 
 def command(model: Path, source: Path, out: Path) -> list[str]:
     return [sys.executable, "-m", "jradix", "run", str(source), "-o", str(out), "--model", str(model), "--dtype",
-            "float32", "--max-num-seqs", "4", "--prefill-chunk-tokens", "32", "--kv-cache-bytes", "1MiB", "--no-progress"]
+            "float32", "--max-num-seqs", "4", "--prefill-chunk-tokens", "32", "--kv-cache-bytes", "1MiB",
+            "--no-progress"]
 
 
 def environment() -> dict[str, str]:
@@ -102,7 +104,8 @@ def test_job_killed_three_times_ends_like_one_never_killed(model: Path, tmp_path
         job.wait()
         kept = killed.read_bytes().count(b"\n")
         assert kept < NUM_LINES
-    resumed = subprocess.run(command(model, source, killed), env=environment(), capture_output=True, text=True, timeout=300)
+    resumed = subprocess.run(command(model, source, killed), env=environment(), capture_output=True, text=True,
+                             timeout=300)
     assert resumed.returncode == 1, resumed.stderr
     expected = [json.loads(line) for line in whole.read_text().splitlines()]
     found = [json.loads(line) for line in killed.read_text().splitlines()]
@@ -110,5 +113,6 @@ def test_job_killed_three_times_ends_like_one_never_killed(model: Path, tmp_path
     assert len({r["id"] for r in found}) == len(found) == NUM_LINES
     for ours, theirs in zip(found, expected):
         np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-4)
-    again = subprocess.run(command(model, source, killed), env=environment(), capture_output=True, text=True, timeout=300)
+    again = subprocess.run(command(model, source, killed), env=environment(), capture_output=True, text=True,
+                           timeout=300)
     assert again.returncode == 1 and "200 resumed" in again.stderr, again.stderr

@@ -15,7 +15,8 @@ from jradix.engine import Engine
 from jradix.errors import RequestError
 from jradix.outputs import RequestOutput
 from jradix.sampling_params import SamplingParams
-from toy_engine import assert_idle, drain, greedy, make_engine, new_runner, run_all, steps, toy_lm, toy_runner, tokens_of
+from toy_engine import (assert_idle, drain, greedy, make_engine, new_runner, run_all, steps, toy_lm, toy_runner,
+                        tokens_of)
 
 HOST_PAGES = 300
 
@@ -26,7 +27,8 @@ def engine_of(page_size: int, *, host: bool = False, **sizes: object) -> Engine:
     return make_engine(toy_runner(page_size=page_size), **sizes)
 
 
-def checked(engine: Engine, prompts: Sequence[Sequence[int]], num_output: int = 6, **fields: object) -> list[RequestOutput]:
+def checked(engine: Engine, prompts: Sequence[Sequence[int]], num_output: int = 6,
+            **fields: object) -> list[RequestOutput]:
     """Runs prompts in one batch; each output must be REF's."""
     outputs = run_all(engine, prompts, greedy(num_output, **fields), poison=np.nan)
     for prompt, output in zip(prompts, outputs):
@@ -36,8 +38,8 @@ def checked(engine: Engine, prompts: Sequence[Sequence[int]], num_output: int = 
 
 def longest_common(prompt: Sequence[int], written: Sequence[Sequence[int]]) -> int:
     """The oracle: tokens that `prompt` shares with one of the sequences whose KV is there, its last one left out."""
-    best = max((len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other)))) for other in written),
-               default=0)
+    best = max((len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other))))
+                for other in written), default=0)
     return min(best, len(prompt) - 1)
 
 
@@ -158,7 +160,7 @@ def test_cache_namespaces_with_equal_joined_text_stay_apart() -> None:
 
 
 def test_young_prefixes_make_a_request_wait_and_then_give_way() -> None:
-    """With nothing else to do, admission waits max_wait_s for young prefixes, evicts the oldest of them and counts it."""
+    """With nothing else to do, admission waits max_wait_s for young prefixes, evicts the oldest and counts it."""
     now = itertools.count()
     engine = engine_of(4, num_pages=16, min_ttl_s=1e6, max_wait_s=40.0, clock=lambda: next(now) / 4)
     checked(engine, [[5] * 40])

@@ -1,4 +1,4 @@
-"""`llm.cache` and the order of a batch, on a tiny checkpoint: pins, eviction by hand, snapshots, explanations, pictures."""
+"""`llm.cache` and batch order, on a tiny checkpoint: pins, eviction by hand, snapshots, explanations, pictures."""
 from __future__ import annotations
 
 import json
@@ -147,7 +147,8 @@ def test_snapshot_damaged_leaves_the_cache_as_it_was(llm: LLM, tmp_path: Path) -
     prompts = [SYSTEM + "a", "something else entirely"]
     llm.generate(prompts, greedy())
     llm.cache.save(tmp_path / "saved")
-    chunk = max((path for path in (tmp_path / "saved").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    chunk = max((path for path in (tmp_path / "saved").rglob("*") if path.is_file()),
+                key=lambda path: path.stat().st_size)
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 4
     chunk.write_bytes(bytes(content))

@@ -279,7 +279,8 @@ def test_blank_block_changes_nothing() -> None:
     (dict(first_transition=-1), "transitions -1"), (dict(row_ids=np.arange(1, 11)), "row_ids 1 to 10"),
     (dict(row_ids=np.arange(31, 41)), "row_ids 31 to 40"), (dict(state_row=np.full(100, 40)), "state_row 40"),
     (dict(is_accepting=np.zeros(99, bool)), "99 accepting"),
-    (dict(classes=np.zeros(50, np.uint16)), "classes of shape"), (dict(classes=np.full(VOCAB, 9, np.uint16)), "below 9"),
+    (dict(classes=np.zeros(50, np.uint16)), "classes of shape"),
+    (dict(classes=np.full(VOCAB, 9, np.uint16)), "below 9"),
     (dict(mask_rows=np.zeros((10, 2), np.uint32)), "mask rows"),
     (dict(next_state=np.full((100, 9), 100, np.uint16)), "names state 100"),
     (dict(uses_bytes=True, classes=np.zeros(256, np.uint16)), "token_bytes")])

@@ -39,7 +39,7 @@ def shared_mover(num_groups: int = 1, dtype: str = "float32") -> ModelRunner:
     """A runner with three layers that only moves pages."""
     lm = toy_lm(num_hidden_layers=3)
     config = EngineConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_host_pages=NUM_HOST_PAGES, max_num_seqs=2,
-                          max_model_len=8, prefill_chunk_tokens=8)
+                          max_model_len=8, prefill_chunk_tokens=8, grammar_bytes=0)
     runner = ModelRunner(toy_decoder(lm.config, lm.weights), lm.config, config, device=CPU, kv_dtype=jnp.dtype(dtype))
     if num_groups == 2:
         runner._settings = dataclasses.replace(runner._settings, groups=TWO_GROUPS)
@@ -385,7 +385,7 @@ def test_host_pages_that_were_never_written_take_no_memory() -> None:
 def test_warmup_compiles_the_moves_that_can_happen_and_none_compiles_later(
         num_host_pages: int, names: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
         ) -> None:
-    runner = new_runner(toy_lm(num_hidden_layers=1), num_host_pages=num_host_pages)
+    runner = new_runner(toy_lm(num_hidden_layers=1), num_host_pages=num_host_pages, grammar_bytes=0)
     monkeypatch.setattr(runner, "dispatch", lambda *args, **kwargs: None)    # the steps are another test's
     runner.warmup()
     assert {key for key in runner._programs} == {(name,) for name in names} and runner.num_compiled == len(names)
@@ -403,7 +403,7 @@ def test_warmup_compiles_the_moves_that_can_happen_and_none_compiles_later(
 @pytest.mark.parametrize("max_num_seqs", [1, 32, 256])
 @pytest.mark.parametrize("chunk_tokens", [8, 2048, 8192])
 def test_host_pages_add_two_programs_within_the_limit(max_num_seqs: int, chunk_tokens: int) -> None:
-    sizes = dict(max_num_seqs=max_num_seqs, prefill_chunk_tokens=chunk_tokens)
+    sizes = dict(max_num_seqs=max_num_seqs, prefill_chunk_tokens=chunk_tokens, grammar_bytes=0)
     without, shapes = (StepShapes.for_engine(EngineConfig(**sizes, num_host_pages=n)) for n in (0, 1))
     assert shapes.num_programs == len(shapes.all()) + len(shapes.row_buckets) + 5 <= MAX_PROGRAMS
     assert without.num_programs == len(without.all()) + len(without.row_buckets) + 3 <= MAX_PROGRAMS

@@ -44,10 +44,11 @@ def cache_sizes(runner: ModelRunner) -> dict[tuple, int]:
 @pytest.mark.parametrize("max_num_seqs", [1, 4, 32, 100, 256])
 @pytest.mark.parametrize("chunk_tokens", [8, 512, 2000, 8192])
 def test_step_shapes_stay_within_the_number_of_programs(max_num_seqs: int, chunk_tokens: int) -> None:
-    """A forward program per shape, a sampler per row bucket, prompt log-probabilities, slot reset and page copies."""
+    """A forward program per shape, a sampler per row bucket, prompt log-probabilities, slot reset, page copies and the
+    upload of grammars."""
     config = EngineConfig(max_num_seqs=max_num_seqs, prefill_chunk_tokens=chunk_tokens)
     shapes = StepShapes.for_engine(config)
-    assert len(shapes.all()) + len(shapes.row_buckets) + 3 == shapes.num_programs <= MAX_PROGRAMS == 24
+    assert len(shapes.all()) + len(shapes.row_buckets) + 4 == shapes.num_programs <= MAX_PROGRAMS == 24
     for num_rows in (1, max_num_seqs // 2 + 1, max_num_seqs):
         for num_chunk in (0, 1, chunk_tokens // 2 + 1, chunk_tokens):
             shape = shapes.fit(num_rows, num_rows - 1 + num_chunk, num_rows - 1)
@@ -70,7 +71,8 @@ def test_warmup_of_the_default_configuration_compiles_at_most_24_programs() -> N
     runner = new_runner(lm(), all_shapes=True, **dataclasses.asdict(EngineConfig(num_pages=64)))
     with counted_compilations() as compiled:
         runner.warmup()
-    ours = [name for name in compiled if any(n in name for n in ("forward", "sampling", "logprobs", "reset_rows", "copy_pages"))]
+    kinds = ("forward", "sampling", "logprobs", "reset_rows", "copy_pages", "upload_grammar")
+    ours = [name for name in compiled if any(kind in name for kind in kinds)]
     assert len(ours) == runner.num_compiled + 1 <= MAX_PROGRAMS
     assert set(cache_sizes(runner).values()) == {1}
 

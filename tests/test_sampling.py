@@ -216,7 +216,7 @@ PINNED = [[0.030512761, 1.6753289, 1.1546054],
 
 
 def test_exponentials_known_streams_give_pinned_numbers() -> None:
-    """Integer arithmetic up to one logarithm, so these hold on every backend and in every configuration of jax.random."""
+    """Integer arithmetic up to one logarithm, so these hold on every backend, in every configuration of jax.random."""
     seed = jnp.array([[0, 0], [1, 2], [2**32 - 1, 5]], jnp.uint32)
     position = jnp.array([0, 1, 1000], jnp.int32)
     plain = np.asarray(sampling._exponentials(seed, position, 3))
@@ -227,7 +227,7 @@ def test_exponentials_known_streams_give_pinned_numbers() -> None:
 
 
 def test_sample_slightly_other_logits_rarely_change_the_token() -> None:
-    """Batch neighbours change the last bits of a row: of 20,000 draws from a flat row at most 20 may come out different."""
+    """Batch neighbours change the last bits of a row: of 20,000 draws from a flat row at most 20 may differ."""
     rng = np.random.default_rng(8)
     row = (rng.normal(size=4096) * 1.5).astype(np.float32)
     noisy = row + (rng.normal(size=4096) * 1e-5).astype(np.float32)

@@ -28,6 +28,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("logit_bias", {-1: 1.0}), ("logit_bias", {1: NAN}), ("logit_bias", [1, 2]), ("logit_bias", {"x": 1.0}),
     ("logprobs", -1), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True),
     ("prompt_logprobs", -1), ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("json_schema", 3), ("json_schema", [1]), ("regex", b"a"), ("regex", 1), ("choices", "ab"), ("choices", 3),
     ("cache", 0), ("cache", None), ("cache_namespace", ""), ("cache_namespace", 3), ("cache_namespace", ()),
     ("cache_namespace", [1.5]), ("cache_namespace", {"a": 1}), ("cache_namespace", ("a", None)),
 ]

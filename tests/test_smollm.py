@@ -31,7 +31,7 @@ def llm() -> Iterator[LLM]:
 
 
 def differences(outputs: list[list[int]], references: list[list[int]], prompts: list[list[int]]) -> list[str]:
-    """Prompts whose tokens part, with the float64 gap between the two best tokens there; small gaps are only printed."""
+    """Prompts whose tokens part, with the float64 gap of the two best tokens there; small gaps are only printed."""
     tensors = None
     wrong = []
     for i, (ours, theirs) in enumerate(zip(outputs, references, strict=True)):
@@ -62,13 +62,15 @@ def test_greedy_tokens_on_a_warm_cache_equal_those_of_transformers(llm: LLM) -> 
     llm.generate(REFERENCES["prompts"], GREEDY)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=half, ignore_eos=True))
     assert all(len(p) - 1 - 16 <= o.num_cached_tokens < len(p) for p, o in zip(prompts, outputs))
-    assert not differences([o.outputs[0].token_ids for o in outputs], [o[half:] for o in REFERENCES["outputs"]], prompts)
+    assert not differences([o.outputs[0].token_ids for o in outputs],
+                           [o[half:] for o in REFERENCES["outputs"]], prompts)
 
 
 FEW = (0, 8, 10, 16)
 
 
-@pytest.mark.parametrize("chosen", [FEW, pytest.param(range(len(smollm.PROMPTS)), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("chosen", [FEW, pytest.param(range(len(smollm.PROMPTS)), marks=pytest.mark.slow)],
+                         ids=["few", "all"])
 def test_logits_are_as_close_to_float64_as_those_of_transformers(chosen: Sequence[int]) -> None:
     """The largest error of any logit, on prompt and output, against transformers' own on the same tokens."""
     files = resolve("demo")

@@ -10,18 +10,19 @@ import pytest
 from jradix.batch import LOGIT_BLOCK, NUM_STOP_IDS, PackedBatch, StepBatch, StepLayout
 from jradix.cache.pages import SCRATCH_PAGE
 from jradix.cache.prefix_cache import Lease, PrefixCache
-from jradix.config import MAX_PROGRAMS, EngineConfig, StepShape, StepShapes
+from jradix.config import MAX_PROGRAMS, STATE_BYTES, EngineConfig, GrammarSizes, StepShape, StepShapes
 from jradix.sampling_params import SamplingParams
 from jradix.sched.plan import NO_TOKEN, Row, StepNeeds, StepPlan, build_step_batch
 from jradix.sched.request import Request
 
 SPARE_SLOT = 8
 MAX_PAGES = 6
+VOCAB_SIZE = 50
 
 
 def make_layout(num_rows: int = 4, num_chunk_tokens: int = 16, num_groups: int = 1) -> StepLayout:
     return StepLayout(StepShape(num_rows, num_chunk_tokens), num_groups=num_groups, max_pages=MAX_PAGES,
-                      num_logit_rows=LOGIT_BLOCK)
+                      num_logit_rows=LOGIT_BLOCK, vocab_size=VOCAB_SIZE)
 
 
 def make_request(tokens: Sequence[int], num_prompt: int | None = None, *, page_size: int = 4, num_groups: int = 1,
@@ -71,7 +72,14 @@ def test_layout_views_cover_each_buffer_once(num_rows: int, num_chunk_tokens: in
         assert (view == value).all()
     for buffer in packed[:3]:
         assert (buffer != 0).all() and buffer.ndim == 1
-    assert [buffer.dtype for buffer in packed] == [np.int32, np.int32, np.float32, np.int32, np.int32]
+    assert [buffer.dtype for buffer in packed] == [np.int32, np.int32, np.float32, np.int32, np.int32, np.uint32]
+
+
+def test_layout_row_masks_are_there_only_where_asked_for() -> None:
+    layout = make_layout(4)
+    assert layout.allocate().row_masks.shape == (0, 2)
+    masks = layout.allocate(with_masks=True).row_masks
+    assert masks.shape == (4, 2) and not masks.any()
 
 
 def test_layout_shapes_follow_the_step_shape() -> None:
@@ -224,6 +232,8 @@ def test_row_params_carry_each_rows_own_values_and_neutral_padding() -> None:
     np.testing.assert_allclose(params.min_p, [0.1, 0, 0, 0])
     assert params.presence_penalty.tolist() == [0.25, 0, 0, 0] and params.frequency_penalty.tolist() == [-0.5, 0, 0, 0]
     assert params.repetition_penalty.tolist() == [1.25, 1, 1, 1]
+    assert params.uses_history.tolist() == [1, 0, 0, 0] and params.wants_logprobs.tolist() == [0, 1, 0, 0]
+    assert not params.grammar_states.any() and not params.mask_places.any()
     assert params.stop_ids[0].tolist() == [2, 4, 9] + [NO_TOKEN] * (NUM_STOP_IDS - 3)
     assert (params.stop_ids[1:] == NO_TOKEN).all()
 
@@ -245,22 +255,24 @@ def test_multi_step_plan_always_samples_and_says_how_far() -> None:
 # -- compiled shapes
 
 
-@pytest.mark.parametrize("num_host_pages, num_others", [(0, 3), (5, 5)])
-def test_shapes_default_configuration_has_at_most_24_programs(num_host_pages: int, num_others: int) -> None:
-    """Prompt log-probabilities, a row's history and copies of pages; with a host tier also pages out and in."""
-    shapes = StepShapes.for_engine(EngineConfig(num_host_pages=num_host_pages))
+@pytest.mark.parametrize("num_host_pages, grammar_bytes, num_others", [(0, 0, 3), (5, 0, 5), (0, 1, 4), (5, 1, 6)])
+def test_shapes_default_configuration_has_at_most_24_programs(num_host_pages: int, grammar_bytes: int, num_others: int
+                                                              ) -> None:
+    """Prompt log-probabilities, a row's history and copies of pages; with a host tier also pages out and in, with
+    grammars the upload of their tables."""
+    shapes = StepShapes.for_engine(EngineConfig(num_host_pages=num_host_pages, grammar_bytes=grammar_bytes))
     assert len(shapes.all()) + len(shapes.row_buckets) + num_others == shapes.num_programs <= MAX_PROGRAMS == 24
-    assert shapes.has_host_pages == (num_host_pages > 0)
+    assert shapes.has_host_pages == (num_host_pages > 0) and shapes.has_grammars == (grammar_bytes > 0)
 
 
 def test_shapes_of_many_configurations_stay_few_and_reach_their_limits() -> None:
-    """A forward pass per shape, a sampler per row bucket, and up to five programs of one shape each."""
+    """A forward pass per shape, a sampler per row bucket, and up to six programs of one shape each."""
     for num_host_pages, num_seqs, budget in itertools.product(
             (0, 9), (1, 2, 3, 7, 8, 9, 16, 31, 64, 100, 256, 300, 1000),
             (1, 7, 8, 31, 32, 33, 100, 512, 513, 2000, 2048, 8192, 20_000)):
         shapes = StepShapes.for_engine(EngineConfig(max_num_seqs=num_seqs, prefill_chunk_tokens=budget,
                                                     num_host_pages=num_host_pages))
-        assert len(shapes.all()) + len(shapes.row_buckets) + 3 + 2 * (num_host_pages > 0) <= MAX_PROGRAMS
+        assert len(shapes.all()) + len(shapes.row_buckets) + 4 + 2 * (num_host_pages > 0) <= MAX_PROGRAMS
         assert len(set(shapes.all())) == len(shapes.all())
         for buckets in (shapes.row_buckets, shapes.chunk_row_buckets, shapes.chunk_buckets):
             assert list(buckets) == sorted(set(buckets))
@@ -303,9 +315,28 @@ def test_fit_beyond_the_largest_shape_raises(num_rows: int, num_tokens: int, wha
         shapes.fit(num_rows, num_tokens, num_rows if num_rows > 1 else 0)
 
 
+@pytest.mark.parametrize("vocab_size", [50, 32_000, 49_152, 151_936])
+@pytest.mark.parametrize("grammar_bytes", [2**18, 64 * 2**20, 2**30])
+def test_grammar_sizes_stay_within_their_bytes_and_use_them(vocab_size: int, grammar_bytes: int) -> None:
+    sizes = GrammarSizes.for_engine(EngineConfig(grammar_bytes=grammar_bytes), vocab_size)
+    row_bytes, class_bytes = 4 * -(-vocab_size // 32), 2 * max(vocab_size, 256)
+    spent = (row_bytes * sizes.num_rows + STATE_BYTES * sizes.num_states + 2 * sizes.num_transitions
+             + class_bytes * (sizes.num_grammars - 1))
+    assert spent <= max(grammar_bytes, 2 * row_bytes)
+    assert 1 <= sizes.num_grammars <= 65
+    if grammar_bytes >= 64 * 2**20 and vocab_size >= 32_000:
+        assert spent > 0.99 * grammar_bytes and sizes.num_grammars > 32 and sizes.num_rows > 1000
+
+
+def test_grammar_sizes_of_no_bytes_hold_the_reserved_places_only() -> None:
+    sizes = GrammarSizes.for_engine(EngineConfig(grammar_bytes=0), 49_152)
+    assert sizes == GrammarSizes(num_rows=2, num_states=2, num_transitions=1, num_grammars=1)
+
+
 @pytest.mark.parametrize("changes", [dict(page_size=0), dict(num_pages=-1), dict(max_num_seqs=True),
                                      dict(decode_steps=1.0), dict(max_bypass=-1), dict(reserve_tokens=-5),
-                                     dict(num_host_pages=-1), dict(min_ttl_s=-0.5), dict(max_wait_s=float("inf")),
+                                     dict(num_host_pages=-1), dict(grammar_bytes=-1),
+                                     dict(min_ttl_s=-0.5), dict(max_wait_s=float("inf")),
                                      dict(thrash_window_s=float("nan")), dict(max_pinned_fraction=1.5),
                                      dict(thrash_share=-0.1), dict(eviction_policy="fifo")])
 def test_config_impossible_size_raises_with_its_name(changes: dict[str, object]) -> None:

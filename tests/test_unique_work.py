@@ -24,8 +24,8 @@ import workloads  # noqa: E402  (a script's module, not the package's)
 LARGE_POOL = 200_000    # tokens
 
 
-def computed_over_fewest(name: str, size: str, *, page_size: int, pool_tokens: int = LARGE_POOL, depth_first: bool = True,
-                         host_tokens: int = 0) -> float:
+def computed_over_fewest(name: str, size: str, *, page_size: int, pool_tokens: int = LARGE_POOL,
+                         depth_first: bool = True, host_tokens: int = 0) -> float:
     """Runs a workload one step ahead of an imagined device and compares the prompt tokens computed."""
     config = EngineConfig(page_size=page_size, num_pages=pool_tokens // page_size, max_model_len=8192,
                           num_host_pages=host_tokens // page_size)

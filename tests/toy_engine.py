@@ -32,7 +32,7 @@ from toy_models import FAMILIES, toy_config, toy_weights
 
 CPU = jax.devices("cpu")[0]
 POOL_TOKENS = 1024
-SIZES = dict(max_model_len=128, max_num_seqs=8, prefill_chunk_tokens=64)
+SIZES = dict(max_model_len=128, max_num_seqs=8, prefill_chunk_tokens=64, grammar_bytes=2**18)
 RIGGED_SHAPE = (16, 64)   # first tokens, positions
 TIE = 1e-4   # float32 sums of 64 terms over 2 layers are exact to about 1e-5: closer logits may change places
 MAX_STEPS = 2000

@@ -1,4 +1,4 @@
-"""What the radix tree is made of: nodes, the tiers they are in, the namespaces they stand under; and what it answers."""
+"""What the radix tree is made of: nodes, their tiers, the namespaces they stand under; and what it answers."""
 from __future__ import annotations
 
 import enum

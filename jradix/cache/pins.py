@@ -65,7 +65,9 @@ class Pins:
                            "pinned in all; pin a shorter prefix, raise max_pinned_fraction or enlarge the pool")
 
     def add(self, tokens: np.ndarray, match: Match, *, ttl_s: float | None = None) -> Pin:
-        """Pins what `match` found of `tokens`, which must be all of it. A second pin of the same tokens replaces the first.
+        """Pins what `match` found of `tokens`, which must be all of it.
+
+        A second pin of the same tokens replaces the first.
 
         Raises:
           PinError: not all of it is cached, the time to live is no positive number, or the budget is exceeded; the
@@ -87,8 +89,9 @@ class Pins:
         num_pages = self._count([*others, pin])
         if num_pages > self.max_pages:
             self._tree.unlock(node)
-            raise PinError(f"{len(tokens)} tokens would bring the pinned pages from {self._count(self._pins)} to {num_pages},"
-                           f" but at most {self.max_pages} may be pinned; unpin something or raise max_pinned_fraction")
+            raise PinError(f"{len(tokens)} tokens would bring the pinned pages from {self._count(self._pins)} to "
+                           f"{num_pages}, but at most {self.max_pages} may be pinned; unpin something or raise "
+                           "max_pinned_fraction")
         if old is not None:
             self._drop(old)
         self._pins.append(pin)
@@ -126,7 +129,8 @@ class Pins:
                 self._drop(pin)
 
     def _find(self, tokens: np.ndarray, namespace: Namespace) -> Pin | None:
-        return next((pin for pin in self._pins if pin.namespace == namespace and np.array_equal(pin.tokens, tokens)), None)
+        return next((pin for pin in self._pins
+                     if pin.namespace == namespace and np.array_equal(pin.tokens, tokens)), None)
 
     def _drop(self, pin: Pin) -> None:
         self._pins.remove(pin)

@@ -401,8 +401,8 @@ class PrefixCache:
         missing = -(-num_tokens // self.page_size) - num_shared
         self._reclaim(missing, allow_young=False)
         if missing > self.num_free_pages and missing <= self.num_available_pages:
-            raise PagesTooYoung(f"{missing} pages wanted, {self.num_free_pages} free, and all others were used less than "
-                                "min_ttl_s ago")
+            raise PagesTooYoung(f"{missing} pages wanted, {self.num_free_pages} free, and all others were used less "
+                                "than min_ttl_s ago")
 
     def _bring_in(self, lease: Lease, match: Match, partial: _PartialPage, known: np.ndarray) -> None:
         """Brings what a locked match has on the host, and the page it ends in, to pages of the device.

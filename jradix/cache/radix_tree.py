@@ -237,7 +237,7 @@ class RadixTree:
         return True
 
     def load(self, node: Node, pages: np.ndarray) -> np.ndarray:
-        """Moves a host node below a device node to the device pages int32[G, n]; returns its host pages, now unowned."""
+        """Moves a host node below a device node to device pages int32[G, n]; returns its host pages, now unowned."""
         assert node.tier is HOST and node.parent.tier is DEVICE, "only a host node below a device node can be loaded"
         host_pages = node.pages
         self._change_tier(node, DEVICE, pages)
@@ -294,7 +294,8 @@ class RadixTree:
             self._drop(node, "lru")
         return np.concatenate(evicted, axis=1) if evicted else self._no_pages()
 
-    def forget(self, tokens: Sequence[int] | np.ndarray, namespace: Namespace = Namespace()) -> tuple[np.ndarray, np.ndarray]:
+    def forget(self, tokens: Sequence[int] | np.ndarray,
+               namespace: Namespace = Namespace()) -> tuple[np.ndarray, np.ndarray]:
         """Takes out all that begins with `tokens`, and the part of their own path that nothing else shares.
 
         What is locked stays.
@@ -405,7 +406,7 @@ class RadixTree:
     # -- the walk
 
     def _walk(self, node: Node, query: bytes) -> tuple[list[Node], int]:
-        """Follows the whole pages of `query` below `node`: the nodes met, of any tier, and the last one's pages used."""
+        """Follows the whole pages of `query` below `node`: nodes met, of any tier, and the last one's pages used."""
         width = self._page_bytes
         position, end = 0, len(query) - len(query) % width
         path: list[Node] = []

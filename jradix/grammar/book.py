@@ -51,6 +51,10 @@ class Constraint:
         self._state = self._tables.advance(self._state, token)
 
     @property
+    def engine(self) -> str:
+        return self.grammar.engine
+
+    @property
     def device_state(self) -> int:
         """Where the request stands, as a state of the device's arena."""
         return self._first_state + self._state

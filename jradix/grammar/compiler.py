@@ -25,15 +25,18 @@ class Grammar:
     """A compiled grammar: which texts it allows, and its tables for one vocabulary if a tokenizer was given.
 
     Attributes:
-      source: what it was made of, as canonical JSON: equal sources and options make equal grammars.
+      source: what it was made of, as JSON: equal sources and options make equal grammars (the order of a schema's
+        properties is part of it).
       dfa: the automaton over bytes.
       tables: its form over tokens; None without a tokenizer.
       report: what was done with a JSON schema; None for anything else.
+      max_depth: levels of recursion and free values at most, in a JSON schema.
     """
     source: str
     dfa: Dfa
     tables: TokenTables | None = None
     report: SchemaReport | None = field(default=None, repr=False)
+    max_depth: int = 0
 
     def accepts(self, document: str | bytes) -> bool:
         """True for a whole text of the grammar."""
@@ -42,6 +45,13 @@ class Grammar:
     def explain(self, document: str | bytes) -> Refusal | None:
         """Where and why a text is refused; None for one that is accepted."""
         return self.dfa.explain(document)
+
+    @property
+    def engine(self) -> str:
+        """What follows it: "dfa", or "dfa-depth-5" where recursion and free values were cut at that depth."""
+        if self.report is None or not self.report.is_depth_limited:
+            return "dfa"
+        return f"dfa-depth-{self.max_depth}"
 
     @property
     def num_states(self) -> int:
@@ -60,7 +70,8 @@ class Grammar:
     @property
     def _tables(self) -> TokenTables:
         if self.tables is None:
-            raise GrammarError("the grammar was compiled without a tokenizer, so it has no tables: give compile_grammar one")
+            raise GrammarError("the grammar was compiled without a tokenizer, so it has no tables: give "
+                               "compile_grammar one")
         return self.tables
 
 
@@ -78,24 +89,26 @@ def compile_grammar(*, json_schema: Any = None, regex: str | None = None, choice
       options: for JSON schemas, fields of `JsonOptions`: whitespace, property_order, strict, lenient, max_depth, ...
 
     Raises:
-      GrammarError: not exactly one grammar was given, or it cannot be used: syntax, an unsupported construct (named, with
-        its place), or unsatisfiable.
+      GrammarError: not exactly one grammar was given, or it cannot be used: syntax, an unsupported construct (named,
+        with its place), or unsatisfiable.
       GrammarTooLarge: beyond the limits.
     """
     given = {name: value for name, value in dict(json_schema=json_schema, regex=regex, choices=choices).items()
              if value is not None}
     if len(given) != 1:
-        raise GrammarError(f"{', '.join(given) or 'nothing'} given: expected exactly one of json_schema, regex and choices")
+        raise GrammarError(f"{', '.join(given) or 'nothing'} given: expected exactly one of json_schema, "
+                           "regex and choices")
     if options and json_schema is None:
-        raise GrammarError(f"{', '.join(sorted(options))}: options for a json_schema; leave them out with {next(iter(given))}")
+        raise GrammarError(f"{', '.join(sorted(options))}: options for a json_schema; "
+                           f"leave them out with {next(iter(given))}")
     limits = limits or GrammarLimits()
-    report = None
+    report, max_depth = None, 0
     if json_schema is not None:
         try:
             json_options = JsonOptions(**options)
         except (TypeError, ValueError) as error:
             raise GrammarError(f"options for a json_schema: {error}") from None
-        schema, report = _schema(json_schema), SchemaReport()
+        schema, report, max_depth = read_schema(json_schema), SchemaReport(), json_options.max_depth
         language = schema_to_language(schema, options=json_options, limits=limits, report=report)
         source = dict(json_schema=schema, options={name: repr(value) for name, value in sorted(options.items())})
     elif regex is not None:
@@ -108,10 +121,11 @@ def compile_grammar(*, json_schema: Any = None, regex: str | None = None, choice
     tables = None
     if tokenizer is not None:
         tables = build_token_tables(dfa, vocabulary_of(tokenizer), limits)
-    return Grammar(json.dumps(source, sort_keys=True, ensure_ascii=False), dfa, tables, report)
+    return Grammar(json.dumps(source, ensure_ascii=False), dfa, tables, report, max_depth)
 
 
-def _schema(given: Any) -> dict[str, Any] | bool:
+def read_schema(given: Any) -> dict[str, Any] | bool:
+    """The JSON schema that a dict, JSON text, truth value or Python type stands for. Raises GrammarError."""
     if isinstance(given, bool):
         return given
     if isinstance(given, str):

@@ -3,8 +3,8 @@
 Whatever the language accepts is valid JSON and valid under the schema (drafts 2020-12, 2019-09, 7, 6 and 4, by
 `$schema`). It may be smaller than the schema where an automaton must choose: declared keys in declared order and other
 keys after them, numbers without exponent where anything is asked of them, one escaping per character, no blanks but the
-chosen ones, recursion and free values to a depth. Keys that are not declared may repeat. What cannot be enforced exactly
-is refused.
+chosen ones, recursion and free values to a depth. Keys that are not declared may repeat. What cannot be enforced
+exactly is refused.
 """
 from __future__ import annotations
 

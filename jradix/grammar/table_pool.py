@@ -265,7 +265,8 @@ class TablePool:
         """Recomputes who owns what; raises AssertionError where the books differ."""
         owners: Counter[int] = Counter(i for p in self._resident.values() for i in p.row_ids[1:].tolist())
         assert owners == self._num_owners, (owners, self._num_owners)
-        assert sorted([*owners, *self._free_rows]) == list(range(NUM_RESERVED, self.size.rows)), (owners, self._free_rows)
+        assert sorted([*owners, *self._free_rows]) == list(range(NUM_RESERVED, self.size.rows)), (
+            owners, self._free_rows)
         assert {i: content for content, i in self._row_of.items()} == self._content
         assert set(self._new_rows) <= set(owners) and set(self._new_grammars) <= set(self._resident)
         slots = [p.slot for p in self._resident.values()]

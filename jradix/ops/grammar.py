@@ -141,8 +141,8 @@ def apply_mask(logits: Array, arena: GrammarArena, states: Array, *, stop_ids: A
     """Gives -inf to the tokens a row's grammar does not allow.
 
     An allowed logit of -inf or NaN becomes the smallest float: such a token has no weight beside any other, but is
-    taken where the grammar leaves nothing else. So a grammar outranks all else that takes tokens away, such as `min_tokens`
-    at the end of the text, and a row always has an allowed token.
+    taken where the grammar leaves nothing else. So a grammar outranks all else that takes tokens away, such as
+    `min_tokens` at the end of the text, and a row always has an allowed token.
 
     Args:
       logits: float32[S, V], penalties and suppressed stop ids already applied.

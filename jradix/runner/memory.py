@@ -44,13 +44,14 @@ class MemoryPlan:
 
 def plan_memory(config: ModelConfig, *, device: jax.Device, weight_dtype: jnp.dtype, kv_dtype: jnp.dtype,
                 page_size: int, max_num_seqs: int, step_tokens: int, kv_cache_bytes: int | None = None,
-                memory_fraction: float | None = None) -> MemoryPlan:
+                memory_fraction: float | None = None, grammar_bytes: int = 0) -> MemoryPlan:
     """Fits the KV pool into what the device has free.
 
     Args:
       step_tokens: flat tokens of the largest step.
       kv_cache_bytes: size of the pool; None: what `memory_fraction` of the free memory leaves beside weights and step,
         on CPU at most `CPU_DEFAULT_POOL_BYTES` unless a fraction was given.
+      grammar_bytes: tables of grammars, counted as part of the step.
       memory_fraction: share of the free memory to use, in (0, 1]; None: 0.5 on CPU, 0.9 elsewhere.
 
     Raises:
@@ -66,7 +67,7 @@ def plan_memory(config: ModelConfig, *, device: jax.Device, weight_dtype: jnp.dt
                          f"expected at least {2 * page_bytes}")
     available = free_bytes(device)
     weights = config.num_parameters * jnp.dtype(weight_dtype).itemsize
-    step = _step_bytes(config, max_num_seqs, step_tokens)
+    step = _step_bytes(config, max_num_seqs, step_tokens) + grammar_bytes
     fraction = memory_fraction or DEFAULT_FRACTION.get(device.platform, _OTHER_FRACTION)
     room = int(available * (1.0 if kv_cache_bytes else fraction)) - weights - step
     if room < (kv_cache_bytes or 2 * page_bytes):

@@ -1,6 +1,6 @@
 """The model runner: compiled steps by shape, and the device state they are chained through.
 
-It owns the KV, the RowState and the pages in the host's memory.
+It owns the KV, the RowState, the grammar tables and the pages in the host's memory.
 """
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jradix.batch import LOGIT_BLOCK, MoveKind, PackedBatch, PageMove, StepLayout
-from jradix.config import EngineConfig, StepShape, StepShapes
+from jradix.batch import LOGIT_BLOCK, GrammarTables, MoveKind, PackedBatch, PageMove, StepLayout
+from jradix.config import EngineConfig, GrammarSizes, StepShape, StepShapes
 from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
+from jradix.ops.grammar import GrammarArena, make_arena
 from jradix.ops.kv_cache import KVCache, make_kv_cache
+from jradix.runner.grammar_upload import blank_block, check_tables, grammar_blocks, make_upload_grammar
 from jradix.runner.host_pages import HostPages
 from jradix.runner.kv_store import fill_pages, read_pages, write_pages
 from jradix.runner.page_moves import (PAGES_PER_CALL, batch_moves, check_moves, make_copy_pages, make_gather_pages,
@@ -35,11 +37,14 @@ class ModelRunner:
       config: sizes of the engine.
       kv_dtype: type of the KV pages.
       num_valid_tokens: ids the tokenizer knows, at most the model's vocabulary.
+      eos_ids: end tokens, the only ones allowed after the end of a grammar's text.
+      token_bytes: bytes of each token, None for special ones; for grammars whose tables are made of bytes.
       implementation: attention by name, None for the default.
     """
 
     def __init__(self, model: Decoder, model_config: ModelConfig, config: EngineConfig, *, device: jax.Device,
-                 kv_dtype: jnp.dtype, num_valid_tokens: int | None = None, implementation: str | None = None):
+                 kv_dtype: jnp.dtype, num_valid_tokens: int | None = None, eos_ids: Sequence[int] = (),
+                 token_bytes: Sequence[bytes | None] | None = None, implementation: str | None = None):
         self.config = config
         self.device = device
         self.shapes = StepShapes.for_engine(config)
@@ -52,6 +57,8 @@ class ModelRunner:
             num_valid_tokens=min(num_valid_tokens or vocab_size, vocab_size),
             layer_windows=tuple(model_config.layer_windows), groups=model_config.kv_groups(),
             implementation=implementation)
+        self.grammar_sizes = GrammarSizes.for_engine(config, vocab_size)
+        self._eos_ids, self._token_bytes = tuple(eos_ids), token_bytes
         self._programs: dict[tuple, Callable] = {}
         self._layouts: dict[StepShape, StepLayout] = {}
         self._reset_rows = jax.jit(reset_rows, donate_argnums=0)
@@ -59,12 +66,14 @@ class ModelRunner:
         self._is_warm = False
         self.kv: KVCache | None = None
         self._rows: RowState | None = None
+        self._arena: GrammarArena | None = None
+        self._no_masks: dict[int, jax.Array] = {}
         self.host_pages: HostPages | None = None
         self._is_moving = False
         self.reset_state()
 
     def reset_state(self) -> None:
-        """New KV pages and row state, all zero, and new host pages; the old ones are given up first."""
+        """New KV pages and row state, all zero, new host pages, no grammars; the old ones are given up first."""
         self._delete_state()
         self._is_moving = False
         c, m = self.config, self._model_config
@@ -72,7 +81,13 @@ class ModelRunner:
                                 kv_width=m.kv_width, dtype=self._kv_dtype, device=self.device)
         rows, vocab = c.max_num_seqs + 1, m.vocab_size
         self._rows = RowState(*(jnp.zeros(shape, dtype, device=self.device) for shape, dtype in (
-            (rows, jnp.int32), ((rows, vocab), jnp.int32), ((rows, vocab), bool), ((rows, vocab), jnp.float32))))
+            (rows, jnp.int32), ((rows, vocab), jnp.int32), ((rows, vocab), bool), ((rows, vocab), jnp.float32),
+            (rows, jnp.int32))))
+        sizes = self.grammar_sizes
+        self._arena = make_arena(
+            num_rows=sizes.num_rows, num_states=sizes.num_states, num_transitions=sizes.num_transitions,
+            num_grammars=sizes.num_grammars, vocab_size=vocab, num_valid_tokens=self.num_valid_tokens,
+            eos_ids=self._eos_ids, token_bytes=self._token_bytes, device=self.device)
         if c.num_host_pages:
             self.host_pages = HostPages(num_pages=c.num_host_pages, groups=self._settings.groups, page_size=c.page_size,
                                         num_kv_heads=m.num_kv_heads, head_dim=m.head_dim, dtype=self._kv_dtype)
@@ -99,7 +114,8 @@ class ModelRunner:
     @property
     def is_intact(self) -> bool:
         """False when a failed call consumed the device state without returning a new one, or moves were left undone."""
-        return (self.kv is not None and not any(a.is_deleted() for a in jax.tree.leaves((self.kv, self._rows)))
+        return (self.kv is not None
+                and not any(a.is_deleted() for a in jax.tree.leaves((self.kv, self._rows, self._arena)))
                 and not self._is_moving and (self.host_pages is None or self.host_pages.is_intact))
 
     def layout(self, shape: StepShape) -> StepLayout:
@@ -107,7 +123,8 @@ class ModelRunner:
         if shape not in self._layouts:
             self._layouts[shape] = StepLayout(shape, num_groups=len(self._settings.groups),
                                               max_pages=self.config.max_pages_per_seq,
-                                              num_logit_rows=self._num_logit_rows)
+                                              num_logit_rows=self._num_logit_rows,
+                                              vocab_size=self._settings.vocab_size)
         return self._layouts[shape]
 
     def dispatch(self, packed: PackedBatch, shape: StepShape, *, num_steps: int = 1, needs_sampling: bool = False,
@@ -117,28 +134,55 @@ class ModelRunner:
         Args:
           packed: buffers in the layout of `shape`. They must not be written afterwards: on CPU the step reads them
             where they lie.
-          num_steps: decode steps in this call; more than one only without chunk tokens.
-          needs_sampling: some row does not simply take its most probable token, or wants log-probabilities.
+          num_steps: decode steps in this call; more than one only without chunk tokens, and without `row_masks`.
+          needs_sampling: some row does not simply take its most probable token, has a grammar or mask, or wants
+            log-probabilities.
           num_logit_rows: leading entries of `packed.logit_rows` that are wanted.
         """
         if num_steps > 1:
             run = self._program(("decode steps", shape.num_rows, num_steps), lambda: make_decode_steps(
                 self._merge, self.layout(shape), self._settings, num_steps), (1, 2))
-            tokens, sampled, self.kv, self._rows = run(self._leaves, self.kv, self._rows, packed.ints, packed.row_ints,
-                                                       packed.row_floats)
+            tokens, sampled, self.kv, self._rows = run(self._leaves, self.kv, self._rows, self._arena, packed.ints,
+                                                       packed.row_ints, packed.row_floats)
             return StepOutput(tokens, sampled, None)
         run = self._program(("forward", shape.num_rows, shape.num_chunk_tokens), lambda: make_forward(
             self._merge, self.layout(shape), self._settings), (1, 2))
         done, self.kv, self._rows = run(self._leaves, self.kv, self._rows, packed.ints, packed.logit_rows)
         tokens, sampled, prompt = done.tokens, None, None
         if needs_sampling:
-            run = self._program(("sampling", shape.num_rows), lambda: make_sampling(self.layout(shape), self._settings), 0)
-            tokens, sampled, self._rows = run(self._rows, tokens, done.logits, done.slots, packed.row_ints,
-                                              packed.row_floats)
+            run = self._program(("sampling", shape.num_rows),
+                                lambda: make_sampling(self.layout(shape), self._settings), 0)
+            masks = (jax.device_put(packed.row_masks, self.device) if len(packed.row_masks)     # as the others: else it
+                     else self._zero_masks(shape.num_rows))                                     # is another program
+            tokens, sampled, self._rows = run(self._rows, self._arena, tokens, done.logits, done.slots, packed.row_ints,
+                                              packed.row_floats, masks)
         if num_logit_rows:
-            run = self._program(("prompt log-probabilities",), lambda: make_prompt_logprobs(self._merge, self._settings))
+            run = self._program(("prompt log-probabilities",),
+                                lambda: make_prompt_logprobs(self._merge, self._settings))
             prompt = run(self._leaves, done.wanted, packed.logit_targets, np.int32(num_logit_rows))
         return StepOutput(tokens, sampled, prompt)
+
+    def upload_grammar(self, tables: GrammarTables) -> None:
+        """Puts a grammar's tables on the device; the next step finds them there. Nobody waits.
+
+        Steps that run already see the tables as they were. Costs by the size of the tables, in calls of a fixed size.
+
+        Raises:
+          ValueError: the tables do not fit where they are to go, or are made of bytes and the runner does not know
+            those of the tokens; nothing was changed.
+        """
+        check_tables(tables, self.grammar_sizes, vocab_size=self._settings.vocab_size,
+                     has_token_bytes=self._token_bytes is not None)
+        run = self._program(("upload grammar",), make_upload_grammar, 0)
+        for block in grammar_blocks(tables, self.grammar_sizes, self._settings.vocab_size):
+            self._arena = run(self._arena, block)
+
+    def _zero_masks(self, num_rows: int) -> jax.Array:
+        """What a step without masks of its own is given: on the device already."""
+        if num_rows not in self._no_masks:
+            shape = num_rows, -(-self._settings.vocab_size // 32)
+            self._no_masks[num_rows] = jnp.zeros(shape, jnp.uint32, device=self.device)
+        return self._no_masks[num_rows]
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Carries out moves between device and host pages; the next step finds them done.
@@ -243,6 +287,9 @@ class ModelRunner:
             if self.config.decode_steps > 1 and not has_chunks:
                 self.dispatch(packed, shape, num_steps=self.config.decode_steps)
         self.set_history(self.spare_slot, prompt_ids=nothing, output_ids=nothing, logit_bias={})
+        if self.config.grammar_bytes:
+            run = self._program(("upload grammar",), make_upload_grammar, 0)
+            self._arena = run(self._arena, blank_block(self.grammar_sizes, self._settings.vocab_size))
         no_pages = np.zeros((self.num_groups, 0), np.int32)
         for kind in MoveKind if self.host_pages is not None else (MoveKind.COPY,):
             self._move_batch(PageMove(kind, no_pages, no_pages))
@@ -268,7 +315,7 @@ class ModelRunner:
         return program
 
     def _delete_state(self) -> None:
-        for array in jax.tree.leaves((self.kv, self._rows)):
+        for array in jax.tree.leaves((self.kv, self._rows, self._arena)):
             if not array.is_deleted():
                 array.delete()
-        self.kv = self._rows = self.host_pages = None
+        self.kv = self._rows = self._arena = self.host_pages = None

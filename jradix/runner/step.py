@@ -1,8 +1,9 @@
 """One step as pure functions: embed, layers with paged attention, logits, sample. All they need is an argument.
 
-A step is one call, `forward`, when every row takes its most probable token. The full sampler and the log-probabilities
-inside prompts are calls of their own that follow it: they depend on the number of rows alone, or on nothing, and so do
-not multiply the compiled shapes of the forward pass.
+A step is one call, `forward`, when every row takes its most probable token. The full sampler, which also applies
+grammar masks and moves the rows' grammar states on, and the log-probabilities inside prompts are calls of their own
+that follow it: they depend on the number of rows alone, or on nothing, and so do not multiply the compiled shapes of
+the forward pass.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from jradix.batch import LOGIT_BLOCK, RowParams, StepBatch, StepLayout, TokenLog
 from jradix.config import KVGroup
 from jradix.models.decoder import Decoder
 from jradix.ops.attention import paged_attention
+from jradix.ops.grammar import FREE_STATE, GrammarArena, advance, apply_mask
 from jradix.ops.kv_cache import KVCache, write_pages
 from jradix.ops.sampling import (SamplingInputs, SamplingState, adjust_logits, argmax, log_probabilities, sample)
 from jradix.sampling_params import MAX_LOGPROBS
@@ -32,11 +34,14 @@ class RowState(NamedTuple):
       output_counts: int32[R + 1, V], how often each token was sampled.
       in_prompt: bool[R + 1, V], tokens of the prompt.
       logit_bias: float32[R + 1, V].
+      grammar_state: int32[R + 1], where the request stands in its grammar after its newest sampled token. Read only
+        where the host says so, so that a slot's earlier owner leaves nothing behind.
     """
     last_token: Array
     output_counts: Array
     in_prompt: Array
     logit_bias: Array
+    grammar_state: Array
 
 
 class StepOutput(NamedTuple):
@@ -113,25 +118,31 @@ def make_forward(merge: Callable[[list[Array]], Decoder], layout: StepLayout, se
 
 
 def make_sampling(layout: StepLayout, settings: StepSettings) -> Callable[..., tuple[Array, TokenLogprobs, RowState]]:
-    """`sampling(state, tokens, logits, slots, row_ints, row_floats)`: draws by each row's parameters.
+    """`sampling(state, arena, tokens, logits, slots, row_ints, row_floats, row_masks)`: draws by each row's parameters.
 
     It follows a forward pass of as many rows and replaces the tokens which that one took and remembered.
     """
 
-    def sampling(state: RowState, tokens: Array, logits: Array, slots: Array, row_ints: Array, row_floats: Array
-                 ) -> tuple[Array, TokenLogprobs, RowState]:
+    def sampling(state: RowState, arena: GrammarArena, tokens: Array, logits: Array, slots: Array, row_ints: Array,
+                 row_floats: Array, row_masks: Array) -> tuple[Array, TokenLogprobs, RowState]:
         params = layout.row_params(row_ints, row_floats)
-        replaced = jnp.where(tokens[0] < 0, argmax(logits), tokens[0])
-        state = state._replace(output_counts=state.output_counts.at[slots, replaced].add(-1))
-        drawn, logprobs = _draw(settings, params, logits, slots, params.output_positions, state)
+        state = _take_grammar_states(state, slots, params)
+        taken = jnp.maximum(tokens[0], 0)     # rows without a token are at the spare slot, whose counts nobody reads
+        state = state._replace(output_counts=state.output_counts.at[slots, taken].add(-1))
+        drawn, logprobs, state = _draw(settings, params, logits, slots, params.output_positions, state, arena,
+                                       row_masks)
         return (jnp.where(tokens < 0, tokens, drawn[None]), jax.tree.map(lambda x: x[None], logprobs),
                 _remember(state, slots, drawn))
 
     return sampling
 
 
-def make_prompt_logprobs(merge: Callable[[list[Array]], Decoder], settings: StepSettings) -> Callable[..., TokenLogprobs]:
-    """`prompt_logprobs(leaves, wanted, targets, count)`: wanted float32[W, H], targets int32[W], the first `count` valid."""
+def make_prompt_logprobs(merge: Callable[[list[Array]], Decoder],
+                         settings: StepSettings) -> Callable[..., TokenLogprobs]:
+    """`prompt_logprobs(leaves, wanted, targets, count)`.
+
+    wanted float32[W, H], targets int32[W], the first `count` valid.
+    """
 
     def prompt_logprobs(leaves: list[Array], wanted: Array, targets: Array, count: Array) -> TokenLogprobs:
         """A block of positions at a time: never [W, V]."""
@@ -154,13 +165,13 @@ def make_prompt_logprobs(merge: Callable[[list[Array]], Decoder], settings: Step
 
 def make_decode_steps(merge: Callable[[list[Array]], Decoder], layout: StepLayout, settings: StepSettings,
                       num_steps: int) -> Callable[..., tuple[Array, TokenLogprobs, KVCache, RowState]]:
-    """`decode_steps(leaves, kv, state, ints, row_ints, row_floats)`: `num_steps` decode steps in one call.
+    """`decode_steps(leaves, kv, state, arena, ints, row_ints, row_floats)`: `num_steps` decode steps in one call.
 
     A row is done after its last token or a stop id; from then on it writes to the scratch page and yields -1.
     """
 
-    def decode_steps(leaves: list[Array], kv: KVCache, state: RowState, ints: Array, row_ints: Array,
-                     row_floats: Array) -> tuple[Array, TokenLogprobs, KVCache, RowState]:
+    def decode_steps(leaves: list[Array], kv: KVCache, state: RowState, arena: GrammarArena, ints: Array,
+                     row_ints: Array, row_floats: Array) -> tuple[Array, TokenLogprobs, KVCache, RowState]:
         model = merge(leaves)
         batch, params = layout.step_batch(ints), layout.row_params(row_ints, row_floats)
         num_rows, spare = layout.shape.num_rows, state.last_token.shape[0] - 1
@@ -171,8 +182,8 @@ def make_decode_steps(merge: Callable[[list[Array]], Decoder], layout: StepLayou
             hidden, kv = _run_layers(model, settings, kv, tokens, table, batch.kv_lens + i, batch.cu_q_lens,
                                      batch.num_decode[0], has_chunks=False)
             slots = jnp.where(is_done, spare, batch.row_slots)
-            drawn, logprobs = _draw(settings, params, _logits(model, settings, hidden), slots,
-                                    params.output_positions + i, state)
+            drawn, logprobs, state = _draw(settings, params, _logits(model, settings, hidden), slots,
+                                           params.output_positions + i, state, arena)
             state = _remember(state, slots, drawn)
             drawn = jnp.where(is_done, -1, drawn)
             output = jax.tree.map(lambda steps, one: lax.dynamic_update_index_in_dim(steps, one, i, 0), output,
@@ -183,7 +194,9 @@ def make_decode_steps(merge: Callable[[list[Array]], Decoder], layout: StepLayou
 
         empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_steps, *x.shape)),
                              (jnp.zeros(num_rows, jnp.int32), _no_logprobs(num_rows, _num_top(settings))))
-        start = _input_tokens(batch, state), batch.is_sampled == 0, empty, kv, state
+        is_padding = batch.is_sampled == 0
+        state = _take_grammar_states(state, jnp.where(is_padding, spare, batch.row_slots), params)
+        start = _input_tokens(batch, state), is_padding, empty, kv, state
         _, _, (drawn, logprobs), kv, state = lax.fori_loop(0, num_steps, body, start)
         return drawn, logprobs, kv, state
 
@@ -236,17 +249,50 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
     return hidden, KVCache(tuple(keys), tuple(values))
 
 
+def _take_grammar_states(state: RowState, slots: Array, params: RowParams) -> RowState:
+    """Sets the grammar states that the host knows, and those of padding to none."""
+    given, spare = params.grammar_states, state.grammar_state.shape[0] - 1
+    states = jnp.where(given < 0, state.grammar_state[slots], given)
+    states = jnp.where(slots == spare, FREE_STATE, states)
+    return state._replace(grammar_state=state.grammar_state.at[slots].set(states))
+
+
 def _draw(settings: StepSettings, params: RowParams, logits: Array, slots: Array, output_positions: Array,
-          state: RowState) -> tuple[Array, TokenLogprobs]:
-    """One token per row by its own parameters, and the log-probabilities of the raw logits: [S]."""
-    history = SamplingState(state.output_counts[slots], state.in_prompt[slots], state.logit_bias[slots])
+          state: RowState, arena: GrammarArena, row_masks: Array | None = None
+          ) -> tuple[Array, TokenLogprobs, RowState]:
+    """One token [S] per row by its own parameters, the log-probabilities of the raw logits, the state moved on.
+
+    Each part that no row of the step asks for is skipped; none of them changes a bit for the rows that do not ask.
+    """
     inputs = SamplingInputs(
         temperature=params.temperature, top_p=params.top_p, min_p=params.min_p, top_k=params.top_k,
         presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty, seed=lax.bitcast_convert_type(params.seeds, jnp.uint32),
         position=output_positions, stop_ids=params.stop_ids, suppress_stop=output_positions < params.min_tokens)
-    tokens = sample(adjust_logits(logits, history, inputs), inputs)
-    return tokens, TokenLogprobs(*log_probabilities(logits, tokens, _num_top(settings)))
+    states = jnp.where(slots == state.grammar_state.shape[0] - 1, FREE_STATE, state.grammar_state[slots])
+    has_mask = states != FREE_STATE
+    masks: dict[str, Array] = {}
+    if row_masks is not None:
+        masks = dict(row_masks=row_masks, mask_places=params.mask_places)
+        has_mask = has_mask | (params.mask_places > 0)
+
+    def adjusted(x: Array) -> Array:
+        history = SamplingState(state.output_counts[slots], state.in_prompt[slots], state.logit_bias[slots])
+        return adjust_logits(x, history, inputs)
+
+    def masked(x: Array) -> Array:
+        return apply_mask(x, arena, states, stop_ids=params.stop_ids, **masks)
+
+    is_adjusted = jnp.any((params.uses_history == 1) | inputs.suppress_stop)
+    case = is_adjusted.astype(jnp.int32) + 2 * jnp.any(has_mask).astype(jnp.int32)
+    weighed = lax.switch(case, (lambda x: x, adjusted, masked, lambda x: masked(adjusted(x))), logits)  # one new copy
+    tokens = sample(weighed, inputs)
+    num_top = _num_top(settings)
+    logprobs = lax.cond(jnp.any(params.wants_logprobs == 1),
+                        lambda: TokenLogprobs(*log_probabilities(logits, tokens, num_top)),
+                        lambda: _no_logprobs(logits.shape[0], num_top))
+    moved = state.grammar_state.at[slots].set(advance(arena, states, tokens))
+    return tokens, logprobs, state._replace(grammar_state=moved)
 
 
 def _remember(state: RowState, slots: Array, tokens: Array) -> RowState:

@@ -124,7 +124,7 @@ def _takes_best(request: Request, output_position: int) -> bool:
     """True when the most probable token is all that is asked for."""
     params = request.params
     return (params.is_greedy and params.logprobs is None and output_position >= params.min_tokens
-            and not request.has_device_state)
+            and not request.has_device_state and request.constraint is None)
 
 
 def _fill_params(plan: StepPlan, chosen: RowParams) -> None:
@@ -140,12 +140,16 @@ def _fill_params(plan: StepPlan, chosen: RowParams) -> None:
         chosen.tokens_left[i] = row.num_samples
         chosen.min_tokens[i] = params.min_tokens
         chosen.seeds[i] = request.seed
+        if request.constraint is not None:      # -1: the device knows, after a token that the host does not know yet
+            chosen.grammar_states[i] = -1 if row.is_input_on_device else request.constraint.device_state
+        chosen.wants_logprobs[i] = params.logprobs is not None
         if not params.is_greedy:
             chosen.temperature[i] = params.temperature
             chosen.top_p[i] = params.top_p
             chosen.min_p[i] = params.min_p
             chosen.top_k[i] = params.top_k
         if request.has_device_state:
+            chosen.uses_history[i] = 1
             chosen.presence_penalty[i] = params.presence_penalty
             chosen.frequency_penalty[i] = params.frequency_penalty
             chosen.repetition_penalty[i] = params.repetition_penalty

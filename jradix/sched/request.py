@@ -19,6 +19,22 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+class Constraint(Protocol):
+    """What the scheduler asks of a request's grammar."""
+
+    def try_acquire(self) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def advance(self, token: int) -> None: ...
+
+    @property
+    def device_state(self) -> int: ...
+
+    @property
+    def engine(self) -> str: ...
+
+
 class StopSearch(Protocol):
     """What the scheduler asks of a detokenizer: does the text of these tokens contain a stop string?"""
 
@@ -43,6 +59,7 @@ class Request:
       seed: two 32-bit words that name the random stream.
       namespace: where its KV may be shared; None: nowhere.
       first_logit: first prompt position whose logits are wanted; None: only the last.
+      constraint: the grammar its output follows; held on the device while it runs.
       slot: row of the per-slot device state while it runs.
       cache_use: what was found in the cache when it was first admitted; None before.
       young_since_s: since when only pages younger than min_ttl_s could make room for it; None: not so.
@@ -58,6 +75,7 @@ class Request:
     seed: tuple[int, int] = (0, 0)
     first_logit: int | None = None
     stop_search: StopSearch | None = None
+    constraint: Constraint | None = None
     state: RequestState = RequestState.WAITING
     num_tokens: int = 0
     num_computed: int = 0
@@ -105,7 +123,7 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """True while prompt tokens (or, after preemption, output tokens) remain to be computed before the next sample."""
+        """True while prompt tokens (or, after preemption, output tokens) remain to compute before the next sample."""
         return self.num_computed < self.num_tokens - 1 or (self.num_computed < self.num_tokens and
                                                            self.num_tokens == self.num_prompt)
 

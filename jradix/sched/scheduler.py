@@ -121,8 +121,9 @@ class Scheduler:
             for row in decode:
                 row.num_samples = min(num_steps, row.request.num_left)
         singles = [row for row in prefill if row.num_tokens == 1]
-        plan = StepPlan([*decode, *singles, *(row for row in prefill if row.num_tokens > 1)], len(decode) + len(singles),
-                        num_steps, num_prefill_tokens=sum(row.num_tokens for row in prefill))
+        plan = StepPlan([*decode, *singles, *(row for row in prefill if row.num_tokens > 1)],
+                        len(decode) + len(singles), num_steps,
+                        num_prefill_tokens=sum(row.num_tokens for row in prefill))
         if not plan.rows:
             return None
         plan.page_moves = self.cache.take_moves()
@@ -156,6 +157,8 @@ class Scheduler:
             new_tokens: list[int] = []
             for token in columns[i][:row.num_samples]:
                 request.append(token)
+                if request.constraint is not None and token not in request.stop_ids:
+                    request.constraint.advance(token)
                 new_tokens.append(token)
                 if self._has_ended(request, token):
                     break
@@ -266,18 +269,20 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Moves a waiting request to the running ones if its tokens fit beside what the others may still need."""
-        is_resumed = request.cache_use is not None
+        constraint, is_resumed = request.constraint, request.cache_use is not None
+        if constraint is not None and not constraint.try_acquire():
+            return False
         wanted = request.num_tokens + min(request.num_left, self.config.reserve_tokens) if self._running else 0
         try:
             lease = self.cache.acquire(
                 request.known_tokens, request.namespace, max_cached_tokens=request.first_logit, is_resumed=is_resumed,
                 num_wanted_tokens=wanted, num_reserved_pages=self._pages_reserved(),
                 allow_young=self._may_evict_young(request))
-        except PagesTooYoung:
-            if request.young_since_s is None:
+        except OutOfPages as error:
+            if isinstance(error, PagesTooYoung) and request.young_since_s is None:
                 request.young_since_s = self._clock()
-            return False
-        except OutOfPages:
+            if constraint is not None:
+                constraint.release()
             return False
         if is_resumed:
             self._preempted.remove(request)
@@ -303,7 +308,8 @@ class Scheduler:
     @property
     def waits_for_age(self) -> bool:
         """True when nothing can run until cached prefixes have become old enough to be evicted."""
-        return not self._running and any(r.young_since_s is not None for r in (*self._preempted, *self._waiting.values()))
+        return not self._running and any(
+            r.young_since_s is not None for r in (*self._preempted, *self._waiting.values()))
 
     def _pages_wanted(self, request: Request, lease: Lease) -> int:
         """Pages a request lacks for its tokens and the first part of its output."""
@@ -410,6 +416,8 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         self.cache.release(request.lease, commit)
+        if request.constraint is not None:
+            request.constraint.release()
         request.slot, request.lease = -1, None
 
 

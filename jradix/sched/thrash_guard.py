@@ -13,8 +13,8 @@ class ThrashGuard:
     """Watches two running totals over a sliding window and bounds how many requests may run when one more must evict.
 
     While recomputed tokens are more than `share` of a window's prompt tokens the bound is halved, at most once per
-    quarter of a window; otherwise it grows by one at each sample. So running work finishes before new prefixes enter. It
-    never falls below `MIN_RUNNING`: with one request at a time a step costs nearly as much for less.
+    quarter of a window; otherwise it grows by one at each sample. So running work finishes before new prefixes enter.
+    It never falls below `MIN_RUNNING`: with one request at a time a step costs nearly as much for less.
 
     Args:
       window_s: length of the window; 0 switches the guard off.
@@ -66,6 +66,7 @@ class ThrashGuard:
         self.num_activations += self.is_active and not was_active
         if self.is_active:
             if now - self._cut_s >= self._window_s / 4:
-                self.limit, self._cut_s = max(min(self.limit, num_running) // 2, min(MIN_RUNNING, self._max_running)), now
+                self.limit, self._cut_s = max(min(self.limit, num_running) // 2,
+                                              min(MIN_RUNNING, self._max_running)), now
         elif is_sample:
             self.limit = min(self.limit + 1, self._max_running)

@@ -99,7 +99,8 @@ class World:
         rng = self.rng
         namespace = rng.choice(NAMESPACES[:2] * 3 + NAMESPACES)
         history = rng.choice(self.histories)
-        tokens = history[:rng.randint(0, len(history))] + [rng.randrange(3) for _ in range(rng.randint(1, 2 * self.page_size))]
+        tokens = history[:rng.randint(0, len(history))] + [
+            rng.randrange(3) for _ in range(rng.randint(1, 2 * self.page_size))]
         if rng.random() < 0.2 and history:
             tokens = list(history)
         tokens = tokens[:self.page_size * self.num_pages // 2]
@@ -238,7 +239,8 @@ CASES = [(page_size, policy, num_host_pages, min_ttl_s) for page_size in (1, 2, 
 @pytest.mark.parametrize("page_size, policy, num_host_pages, min_ttl_s", CASES)
 def test_random_operations_keep_every_content_and_count(page_size: int, policy: str, num_host_pages: int,
                                                         min_ttl_s: float) -> None:
-    world = World(random.Random(f"{page_size} {policy} {num_host_pages}"), page_size, 24, num_host_pages, policy, min_ttl_s)
+    world = World(random.Random(f"{page_size} {policy} {num_host_pages}"), page_size, 24, num_host_pages, policy,
+                  min_ttl_s)
     world.num_exact = -1
     run(world, 140, by_hand=True)
     assert world.cache.counters.num_evicted_pages > 0 and (page_size == 1 or world.num_copies > 0)
@@ -249,8 +251,8 @@ def test_random_operations_keep_every_content_and_count(page_size: int, policy: 
 def test_random_operations_many_keep_every_content_and_count(page_size: int, policy: str, num_host_pages: int,
                                                              min_ttl_s: float) -> None:
     for seed in range(40):
-        world = World(random.Random(f"{page_size} {policy} {num_host_pages} {seed}"), page_size, 24, num_host_pages, policy,
-                      min_ttl_s)
+        world = World(random.Random(f"{page_size} {policy} {num_host_pages} {seed}"), page_size, 24, num_host_pages,
+                      policy, min_ttl_s)
         world.num_exact = -1
         run(world, 140, by_hand=True)
 
