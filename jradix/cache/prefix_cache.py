@@ -167,7 +167,7 @@ class PrefixCache:
 
         Raises:
           OutOfPages: what is wanted is not available; nothing was changed.
-          PagesTooYoung: it would be, but for nodes younger than min_ttl_s.
+          PagesTooYoung: it would be, but for nodes younger than min_ttl_s; older ones may have been evicted.
         """
         lease = Lease(namespace, np.full((len(self.pools), self.max_pages), SCRATCH_PAGE, np.int32))
         if not self.enabled or namespace is None:

@@ -257,15 +257,7 @@ class RadixTree:
           int32[G, k] device pages that the caller owns now, k <= num_pages.
         """
         evicted: list[np.ndarray] = []
-        missing = num_pages
-        while missing > 0:
-            node = self.queue.pop(_is_device_leaf, allow_young=allow_young)
-            if node is None:
-                break
-            n = min(missing, node.num_pages)
-            if n < node.num_pages:
-                self._offer(self._split(node, node.num_pages - n))
-            missing -= n
+        for node in self._victims(lambda: self.queue.pop(_is_device_leaf, allow_young=allow_young), num_pages):
             evicted.append(node.pages)
             host_pages = spill(node.pages) if spill else None
             if host_pages is None:
@@ -281,15 +273,7 @@ class RadixTree:
     def evict_host(self, num_pages: int) -> np.ndarray:
         """Takes up to `num_pages` unlocked pages off the host, least recently used leaves first: int32[G, k]."""
         evicted: list[np.ndarray] = []
-        missing = num_pages
-        while missing > 0:
-            node = self._host_queue.pop(_is_host_leaf)
-            if node is None:
-                break
-            n = min(missing, node.num_pages)
-            if n < node.num_pages:
-                self._offer(self._split(node, node.num_pages - n))
-            missing -= n
+        for node in self._victims(lambda: self._host_queue.pop(_is_host_leaf), num_pages):
             evicted.append(node.pages)
             self._drop(node, "lru")
         return np.concatenate(evicted, axis=1) if evicted else self._no_pages()
@@ -530,6 +514,14 @@ class RadixTree:
         if node.queue is not None:
             node.queue.removed(node)
         node.parent = None
+
+    def _victims(self, pop: Callable[[], Node | None], num_pages: int) -> Iterator[Node]:
+        """Nodes with `num_pages` pages in all, the last one cut to fit; each is to be gone before the next is asked for."""
+        while num_pages > 0 and (node := pop()) is not None:
+            if num_pages < node.num_pages:
+                self._offer(self._split(node, node.num_pages - num_pages))
+            num_pages -= node.num_pages
+            yield node
 
     def _revive(self, node: Node, pages: np.ndarray) -> None:
         """Puts a host or gone node on the device with new pages."""

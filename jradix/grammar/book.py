@@ -92,8 +92,9 @@ class GrammarBook:
         found = self._compiled.get(key)
         if found is None:
             grammar = compile_grammar(**sources)
-            found = self._compiled[key] = grammar, build_token_tables(grammar.dfa, self._vocabulary)
-            self.pool.check_size(found[1])
+            found = grammar, build_token_tables(grammar.dfa, self._vocabulary)
+            self.pool.check_size(found[1])      # before it is kept: what is kept can always be acquired some day
+            self._compiled[key] = found
             self.num_compiled += 1
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)

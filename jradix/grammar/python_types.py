@@ -67,11 +67,9 @@ class _Types:
         self._names: dict[Any, str] = {}
 
     def schema(self, kind: Any, place: str) -> dict[str, Any]:
-        try:
-            if kind in _PLAIN:
-                return dict(_PLAIN[kind])
-        except TypeError:
-            pass    # unhashable annotations, such as Literal of a list, are no plain types
+        for plain, schema in _PLAIN.items():      # by identity: some annotations, as Literal of a list, have no hash
+            if kind is plain:
+                return dict(schema)
         origin, arguments = get_origin(kind), get_args(kind)
         if origin is typing.Annotated:
             return self._annotated(arguments, place)

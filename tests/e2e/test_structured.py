@@ -157,6 +157,15 @@ def test_bad_grammar_is_a_record_and_costs_nobody_else(llm: LLM, bad: dict[str, 
     check([right], [GRAMMARS[2]])
 
 
+def test_grammar_beyond_the_arena_is_refused_every_time(folder: Path, compiled: Path) -> None:  # noqa: F811
+    """Not only when it is compiled: what was refused once is not found ready the second time."""
+    with LLM(folder, compile_cache_dir=compiled, **{**SIZES, "grammar_bytes": 2 * 10**5}) as llm:
+        for _ in range(2):
+            wrong, right = llm.generate(["a", "b"], [params(dict(regex="[ab]{3000}"), 0), params(GRAMMARS[2], 1)])
+            assert "arena" in wrong.error and right.error is None
+            check([right], [GRAMMARS[2]])
+
+
 def test_chat_response_format_is_followed(llm: LLM) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
     output, = llm.chat([{"role": "user", "content": "yes?"}], SamplingParams(temperature=1.0, seed=1, max_tokens=8),
