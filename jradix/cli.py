@@ -176,7 +176,7 @@ def _run(args: argparse.Namespace) -> int:
     again = "the same command without --overwrite" if args.overwrite else "the same command"
     args.when_interrupted = f"Finished results are kept in {args.output}; {again} resumes."
     from jradix.batch_job import DEFAULT_MAX_INFLIGHT, run_batch
-    from jradix.cache.snapshot import has_snapshot
+    from jradix.cache.snapshot import has_snapshot, saved_weight_dtype
 
     options = {name: getattr(args, name) for name in _LLM_OPTIONS if getattr(args, name) is not None}
     if args.no_prefix_caching:
@@ -185,6 +185,7 @@ def _run(args: argparse.Namespace) -> int:
         options["progress"] = False
     if has_snapshot(args.cache_dir):
         options["load_cache"] = args.cache_dir
+        options.setdefault("dtype", saved_weight_dtype(args.cache_dir))     # "auto" may measure another one today
     if args.cache_dir and args.no_prefix_caching:
         raise BatchFileError("--cache-dir and --no-prefix-caching: leave one of them out")
 

@@ -99,6 +99,12 @@ def has_snapshot(path: str | os.PathLike[str] | None) -> bool:
     return path is not None and (Path(path) / MANIFEST).exists()
 
 
+def saved_weight_dtype(path: str | os.PathLike[str]) -> str:
+    """Type of the weights whose KV was saved. Raises SnapshotError for a damaged manifest."""
+    with _saying_why(Path(path)):
+        return _read_manifest(Path(path))["identity"]["weight_dtype"]
+
+
 @contextlib.contextmanager
 def new_snapshot(path: Path, identity: SnapshotIdentity, tree: PackedTree) -> Iterator[Path]:
     """Saves a snapshot: `with new_snapshot(...) as pages_folder:` write the pages there, each file synced to the disk.
