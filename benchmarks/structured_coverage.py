@@ -1,95 +1,101 @@
-"""Coverage of JSON schemas by automata: real schemas with their documents, and the official test suite.
+"""Coverage of JSON schemas and time to compile them: real schemas with their documents, and the official test suite.
 
-    python benchmarks/structured_coverage.py --data ../shared/data [--every 4] [--only ID] [--show]
+    python benchmarks/structured_coverage.py --data ../shared/data [--every 8] [--only ID] [--show] [--others]
+    python benchmarks/structured_coverage.py --data ../shared/data --which tables --smollm2 [--every 8]
 
 A schema is right when every valid document is accepted and every invalid one refused. Documents are written compactly;
-the keys of an object may come in any order the automaton asks for, since it fixes the order of declared keys. So a
-valid document needs one accepted order, and an invalid one must be refused in all. A schema that is refused is counted
-by the reason, never as right; so is one with a valid document deeper than a depth-limited automaton goes. The exit code
-is 1 when an invalid document was accepted.
+the keys of an object may come in any order the engine asks for, since it fixes the order of declared keys. So a valid
+document needs one accepted order, and an invalid one must be refused in all. A schema that is refused is counted by the
+reason, never as right; so is one with a valid document deeper than a depth-limited automaton goes. The exit code is 1
+when jradix accepted an invalid document.
+
+`--others` judges llguidance, xgrammar and outlines-core as well, where they are installed. `tables` measures how long
+automaton and token tables take for a vocabulary, as the schemas are and with strict=True, and what they cost in bytes.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, NamedTuple
 
+from grammar_walks import ENGINES, DfaWalk, MatcherWalk, Refused, Serialiser, TooManyOrders, Walk
 from jradix.errors import GrammarError, GrammarTooLarge
-from jradix.grammar.dfa import Dfa, compile_language
-from jradix.grammar.json_schema import MIN_FREE_DEPTH, JsonOptions, SchemaReport, schema_to_language
-from jradix.grammar.limits import GrammarLimits
+from jradix.grammar.compiler import Grammar, compile_grammar
+from jradix.grammar.json_schema import MIN_FREE_DEPTH
+from jradix.grammar.matcher import ByteWalker
+from jradix.grammar.vocabulary import Vocabulary, vocabulary_of
+from jradix.model_files import resolve
+from jradix.tokenizer import Tokenizer
 from report import print_result, print_table, summarise
 
-MAX_ORDERS = 20_000
+Tests = list[tuple[Any, bool]]
+Row = tuple[str, Any, Tests]
+GOALS = dict(right_share=0.95, by_dfa_share=0.85, suite_right=230, strict_median_s=0.1, strict_p90_s=2.0,
+             as_is_median_s=0.5, longest_s=20.0, peak_bytes=1 << 30, strict_median_bytes=1_500_000,
+             strict_p90_bytes=15_000_000)
 
 
-class TooManyOrders(RuntimeError):
-    """A document has too many orders of keys to judge it."""
+class Verdict(NamedTuple):
+    """What came of one schema: "right", "refused", "too large", "too deep", "invalid accepted", ..."""
+    verdict: str
+    reason: str
+    seconds: float
+    engine: str = ""
+    num_states: int = 0
 
 
-class Serialiser:
-    """Walks an automaton through a document, trying orders of keys where it has a choice."""
+def judge(schema: Any, tests: Tests, options: dict[str, Any], limit: str = "auto") -> Verdict:
+    """Compiles one schema and tries its documents."""
+    started = time.process_time()
+    try:
+        grammar = compile_grammar(json_schema=schema, engine=limit, **options)
+    except GrammarError as error:
+        seconds = time.process_time() - started
+        if "unsatisfiable" in str(error) and not any(valid for _, valid in tests):
+            return Verdict("right", str(error), seconds, "dfa")
+        return Verdict("too large" if isinstance(error, GrammarTooLarge) else "refused", str(error), seconds)
+    seconds = time.process_time() - started
+    walk: Walk = DfaWalk(grammar.dfa) if grammar.dfa is not None else MatcherWalk(ByteWalker(grammar.matcher))
+    is_limited = grammar.report is not None and grammar.report.is_depth_limited and grammar.dfa is not None
+    verdict, reason = judge_documents(walk, tests, is_limited)
+    return Verdict(verdict, reason or grammar.reason or "", seconds, grammar.engine, grammar.num_states)
 
-    def __init__(self, dfa: Dfa) -> None:
-        self._dfa, self._left = dfa, MAX_ORDERS
 
-    def accepts(self, document: Any) -> bool:
-        return any(self._dfa.accepting[state] for state in self._ends(document, 0))
+def judge_documents(walk: Walk, tests: Tests, is_depth_limited: bool = False) -> tuple[str, str]:
+    """The verdict on a compiled schema and what was wrong."""
+    wrong = []
+    for document, valid in tests:
+        try:
+            accepted = Serialiser(walk).accepts(document)
+        except TooManyOrders as error:
+            return "not judged", str(error)
+        if valid and not accepted and is_depth_limited and nesting(document) > MIN_FREE_DEPTH:
+            return "too deep", json.dumps(document)[:200]
+        if accepted != valid:
+            wrong.append(("valid refused: " if valid else "INVALID ACCEPTED: ") + json.dumps(document)[:200])
+    if not wrong:
+        return "right", ""
+    return ("invalid accepted" if any(line.startswith("INVALID") for line in wrong) else "valid refused",
+            "; ".join(wrong))
 
-    def _ends(self, value: Any, state: int) -> set[int]:
-        if isinstance(value, dict):
-            return self._object_ends(value, state)
-        if isinstance(value, list):
-            states = self._walk({state}, "[")
-            for i, item in enumerate(value):
-                states = self._walk(states, "," if i else "")
-                states = {end for one in states for end in self._ends(item, one)}
-            return self._walk(states, "]")
-        return self._walk({state}, json.dumps(value, ensure_ascii=False))
 
-    def _object_ends(self, value: dict[str, Any], state: int) -> set[int]:
-        seen: set[tuple[tuple[int, int], frozenset[str]]] = set()
-        nothing: frozenset[str] = frozenset()
-        stack = [(one, frozenset(value), nothing) for one in self._walk({state}, "{")]
-        while stack:
-            one, left, offered = stack.pop()
-            follow = self._follow(one)
-            if (follow, left) in seen:
-                continue
-            seen.add((follow, left))
-            self._left -= 1
-            if self._left < 0:
-                raise TooManyOrders(f"more than {MAX_ORDERS} orders of keys to try")
-            if not left:
-                if follow[1] >= 0:
-                    return {follow[1]}
-                continue
-            started = len(left) < len(value)
-            inside = {key: self._walk({one}, ("," if started else "") + json.dumps(key, ensure_ascii=False) + ":")
-                      for key in value if key in left}
-            possible = frozenset(key for key, states in inside.items() if states)
-            if offered & left - possible:
-                continue                        # a key was passed over, and declared keys do not come back
-            for key in (key for key in reversed(value) if key in possible):
-                ends = {end for one_inside in inside[key] for end in self._ends(value[key], one_inside)}
-                if started and {self._follow(end) for end in ends} == {follow}:
-                    stack.append((ends.pop(), left - {key}, possible))
-                    break                       # it changes nothing, so it may as well come now
-                stack += [(end, left - {key}, possible) for end in ends]
-        return set()
-
-    def _follow(self, state: int) -> tuple[int, int]:
-        """What counts of a state after a value: where a comma and where the end of the object lead."""
-        return self._dfa.walk(state, b","), self._dfa.walk(state, b"}")
-
-    def _walk(self, states: set[int], data: str) -> set[int]:
-        found = {self._dfa.walk(state, data.encode("utf-8", "surrogatepass")) for state in states} if data else states
-        return found - {-1}
+def judge_other(compile_schema: Callable[[Any], Walk], schema: Any, tests: Tests) -> Verdict:
+    """The same with another library."""
+    started = time.process_time()
+    try:
+        walk = compile_schema(schema)
+    except Refused as error:
+        return Verdict("refused", str(error), time.process_time() - started)
+    seconds = time.process_time() - started
+    verdict, reason = judge_documents(walk, tests)
+    return Verdict(verdict, reason, seconds, "other")
 
 
 def nesting(value: Any) -> int:
@@ -99,107 +105,154 @@ def nesting(value: Any) -> int:
     return 1 + max(map(nesting, value.values() if isinstance(value, dict) else value), default=0)
 
 
-def judge(schema: Any, tests: list[tuple[Any, bool]], options: JsonOptions) -> dict[str, Any]:
-    """Verdict, reason, seconds and states of one schema."""
-    started = time.perf_counter()
-    report = SchemaReport()
-    try:
-        dfa = compile_language(schema_to_language(schema, options=options, report=report), GrammarLimits(),
-                               allow_empty=True)
-    except GrammarError as error:
-        kind = "too large" if isinstance(error, GrammarTooLarge) else "refused"
-        empty = "unsatisfiable" in str(error) and not any(valid for _, valid in tests)
-        return dict(verdict="right" if empty else kind, reason=str(error), states=0,
-                    seconds=time.perf_counter() - started)
-    seconds = time.perf_counter() - started
-    wrong = []
-    for document, valid in tests:
-        try:
-            accepted = dfa.num_states > 0 and Serialiser(dfa).accepts(document)
-        except TooManyOrders as error:
-            return dict(verdict="not judged", reason=str(error), seconds=seconds, states=dfa.num_states)
-        if valid and not accepted and report.is_depth_limited and nesting(document) > MIN_FREE_DEPTH:
-            return dict(verdict="too deep", reason=json.dumps(document)[:200], seconds=seconds, states=dfa.num_states)
-        if accepted != valid:
-            wrong.append(("valid refused: " if valid else "INVALID ACCEPTED: ") + json.dumps(document)[:200])
-    verdict = "right"
-    if wrong:
-        verdict = "invalid accepted" if any(line.startswith("INVALID") for line in wrong) else "valid refused"
-    return dict(verdict=verdict, reason="; ".join(wrong), seconds=seconds, states=dfa.num_states,
-                depth_limited=report.is_depth_limited)
-
-
-def real_schemas(data: Path) -> Iterator[tuple[str, Any, list[tuple[Any, bool]]]]:
+def real_schemas(data: Path) -> Iterator[Row]:
     with open(data / "json_schemas.jsonl", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
             yield row["id"], row["schema"], [(test["data"], test["valid"]) for test in row["tests"]]
 
 
-def suite_groups(data: Path) -> Iterator[tuple[str, Any, list[tuple[Any, bool]]]]:
+def suite_groups(data: Path) -> Iterator[Row]:
     for path in sorted((data / "json_schema_test_suite").glob("*.json")):
         for group in json.loads(path.read_text(encoding="utf-8")):
             yield (f"{path.stem}: {group['description']}", group["schema"],
                    [(test["data"], test["valid"]) for test in group["tests"]])
 
 
-def keyword_of(reason: str) -> str:
+def chosen(rows: Iterator[Row], arguments: argparse.Namespace) -> Iterator[Row]:
+    for index, row in enumerate(rows):
+        if index % arguments.every == arguments.first % arguments.every and arguments.only in row[0]:
+            yield row
+
+
+def reason_in_short(reason: str) -> str:
     """The last keyword of a reason's path, and the reason without quoted or numeric detail."""
     path, _, text = reason.partition(": ")
     keyword = next((part for part in reversed(path.split("/")) if part.isidentifier()), "")
     return f"{keyword}: {re.sub(r'[0-9,]+', 'N', re.sub(chr(39) + '.*?' + chr(39), '...', text))[:70]}"
 
 
-def measure(title: str, rows: Iterator[tuple[str, Any, list[tuple[Any, bool]]]], options: JsonOptions,
-            arguments: argparse.Namespace) -> dict[str, Any]:
-    """Judges all rows, prints the table, and returns the figures."""
-    verdicts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    seconds, states, limited = [], [], 0
-    for index, (name, schema, tests) in enumerate(rows):
-        if index % arguments.every != arguments.first % arguments.every or arguments.only not in name:
-            continue
-        found = judge(schema, tests, options)
-        verdicts[found["verdict"]] += 1
-        seconds.append(found["seconds"])
-        if found["states"]:
-            states.append(found["states"])
-        limited += found["verdict"] == "right" and bool(found.get("depth_limited"))
-        if found["verdict"] in ("refused", "too large"):
-            reasons[f"{found['verdict']}: {keyword_of(found['reason'])}"] += 1
-        if arguments.show and (found["verdict"] != "right" or found["seconds"] > 2):
-            print(f"{found['verdict']} {found['seconds']:.2f} s {found['states']} {name}: {found['reason'][:300]}",
-                  flush=True)
-    total = sum(verdicts.values())
-    time_s, size = summarise(seconds), summarise(states or [0])
-    print_table(title, [("", "schemas", "share"), *((name, count, count / max(total, 1))
-                                                    for name, count in verdicts.most_common())],
-                [f"{count}x {reason}" for reason, count in reasons.most_common(12)])
-    print(f"  seconds median {time_s.median:.4f}, p90 {time_s.p90:.3f}, max {max(seconds, default=0):.2f}; "
-          f"states median {size.median:.0f}, p90 {size.p90:.0f}")
-    return dict(total=total, **{name.replace(" ", "_"): count for name, count in verdicts.items()},
-                right_but_depth_limited=limited, seconds=time_s, max_s=max(seconds, default=0.0), states=size,
-                max_states=max(states, default=0), refusals=dict(reasons))
+def measure(title: str, rows: Iterator[Row], arguments: argparse.Namespace,
+            one: Callable[[Any, Tests], Verdict]) -> dict[str, Any]:
+    """Judges rows, prints the table and returns the figures."""
+    found = []
+    for name, schema, tests in chosen(rows, arguments):
+        verdict = one(schema, tests)
+        found.append(verdict)
+        if arguments.show and (verdict.verdict != "right" or verdict.seconds > 2):
+            print(f"{verdict.verdict} {verdict.seconds:.2f} s {verdict.engine} {verdict.num_states} {name}: "
+                  f"{verdict.reason[:300]}", flush=True)
+    if not found:
+        return dict(total=0)
+    verdicts = Counter(each.verdict for each in found)
+    engines = Counter(each.engine for each in found if each.verdict == "right")
+    refusals = Counter(f"{each.verdict}: {reason_in_short(each.reason)}" for each in found
+                       if each.verdict in ("refused", "too large"))
+    by_dfa = sum(count for engine, count in engines.items() if engine.startswith("dfa"))
+    time_s = summarise([each.seconds for each in found])
+    longest = max(each.seconds for each in found)
+    print_table(title, [("", "schemas", "share"), *((name, count, count / len(found))
+                                                    for name, count in verdicts.most_common()),
+                        *((f"  right by {name}", count, count / verdicts["right"])
+                          for name, count in engines.most_common())],
+                [f"{count}x {reason}" for reason, count in refusals.most_common(12)]
+                + [f"CPU seconds median {time_s.median:.4f}, p90 {time_s.p90:.3f}, max {longest:.2f}"])
+    return dict(total=len(found), **{name.replace(" ", "_"): count for name, count in verdicts.items()},
+                right_by_dfa=by_dfa, right_by_matcher=engines["matcher"], engines=dict(engines), seconds=time_s,
+                max_s=longest, refusals=dict(refusals))
+
+
+def measure_tables(title: str, rows: Iterator[Row], arguments: argparse.Namespace, vocabulary: Vocabulary,
+                   options: dict[str, Any]) -> dict[str, Any]:
+    """CPU time and bytes of automata with their token tables; matchers and refusals count with the time they took."""
+    seconds: list[float] = []
+    grammars: list[tuple[str, SizedGrammar]] = []
+    refused: Counter[str] = Counter()
+    for name, schema, _ in chosen(rows, arguments):
+        started = time.process_time()
+        grammar: Grammar | None
+        try:
+            grammar = compile_grammar(json_schema=schema, vocabulary=vocabulary, **options)
+        except GrammarError as error:
+            refused[type(error).__name__] += 1
+            grammar = None
+        seconds.append(time.process_time() - started)
+        if arguments.show and seconds[-1] > 2:
+            print(f"{seconds[-1]:.2f} s {grammar.engine if grammar else 'refused'} {name}", flush=True)
+        if grammar is not None:
+            # Without its arrays: all grammars together would be the peak memory.
+            grammars.append((grammar.engine, SizedGrammar(grammar.num_states, grammar.num_rows, grammar.table_bytes)))
+    if not grammars:
+        return dict(total=0)
+    time_s, sizes = summarise(seconds), [size for engine, size in grammars if engine.startswith("dfa")]
+    table_bytes = summarise([size.table_bytes for size in sizes])
+    states, mask_rows = summarise([size.num_states for size in sizes]), summarise([size.num_rows for size in sizes])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    engines = Counter(engine for engine, _ in grammars)
+    print_table(title, [("", "median", "p90", "max"),
+                        ("CPU seconds", time_s.median, time_s.p90, max(seconds)),
+                        ("table bytes", table_bytes.median, table_bytes.p90, max(size.table_bytes for size in sizes)),
+                        ("states", states.median, states.p90, max(size.num_states for size in sizes)),
+                        ("mask rows", mask_rows.median, mask_rows.p90, max(size.num_rows for size in sizes))],
+                [f"{len(seconds)} schemas: {dict(engines)}, refused {dict(refused)}",
+                 f"peak memory of the process {peak / 1e6:,.0f} MB"])
+    return dict(total=len(seconds), engines=dict(engines), refused=dict(refused), seconds=time_s, max_s=max(seconds),
+                table_bytes=table_bytes, max_table_bytes=max(size.table_bytes for size in sizes), states=states,
+                rows=mask_rows, peak_bytes=peak)
+
+
+class SizedGrammar(NamedTuple):
+    """How large a grammar is."""
+    num_states: int
+    num_rows: int
+    table_bytes: int
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with json_schemas.jsonl and the suite")
-    parser.add_argument("--which", choices=("schemas", "suite", "both"), default="both")
+    parser.add_argument("--which", choices=("schemas", "suite", "tables", "all"), default="all")
     parser.add_argument("--every", type=int, default=1, help="only every n-th schema")
     parser.add_argument("--first", type=int, default=0, help="remainder of those taken, with --every")
     parser.add_argument("--only", default="", help="only those whose name contains this")
+    parser.add_argument("--engine", choices=("auto", "dfa", "matcher"), default="auto")
     parser.add_argument("--show", action="store_true", help="print each that is not right, or slow")
+    parser.add_argument("--others", action="store_true", help="other libraries as well, where they are installed")
+    parser.add_argument("--tokenizer", help="GGUF file or model folder whose vocabulary the tables are for")
+    parser.add_argument("--smollm2", action="store_true", help="tables for the vocabulary of the demo model")
     arguments = parser.parse_args(argv)
-    result: dict[str, Any] = {}
-    if arguments.which != "suite":
-        result["schemas"] = measure("real schemas", real_schemas(arguments.data), JsonOptions(), arguments)
-    if arguments.which != "schemas":
-        result["suite"] = measure("test suite, draft 2020-12", suite_groups(arguments.data), JsonOptions(), arguments)
+    result: dict[str, Any] = dict(goals=GOALS)
+    parts = ("schemas", "suite", "tables") if arguments.which == "all" else (arguments.which,)
+
+    def ours(**options: Any) -> Callable[[Any, Tests], Verdict]:
+        return lambda schema, tests: judge(schema, tests, options, arguments.engine)
+
+    if "schemas" in parts:
+        result["schemas"] = measure("real schemas", real_schemas(arguments.data), arguments, ours())
+    if "suite" in parts:
+        result["suite"] = measure("test suite, draft 2020-12", suite_groups(arguments.data), arguments, ours())
         result["suite_formats_off"] = measure("test suite, formats as annotations", suite_groups(arguments.data),
-                                              JsonOptions(formats=False), arguments)
+                                              arguments, ours(formats=False))
+    for name, make_engine in ENGINES.items() if arguments.others else ():
+        compile_schema = make_engine()
+        if compile_schema is None:
+            print(f"{name}: not installed, left out")
+            continue
+        for part, rows in (("schemas", real_schemas), ("suite", suite_groups)):
+            if part in parts:
+                result[f"{name}_{part}"] = measure(
+                    f"{name}, {part}", rows(arguments.data), arguments,
+                    lambda schema, tests, engine=compile_schema: judge_other(engine, schema, tests))
+    model = arguments.tokenizer or ("demo" if arguments.smollm2 else None)
+    if "tables" in parts and model:
+        path = Path(resolve(model).path)
+        vocabulary = vocabulary_of(Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path))
+        for title, options in (("tables, strict=True", dict(strict=True)), ("tables, schemas as they are", {})):
+            result["tables_strict" if options else "tables_as_is"] = measure_tables(
+                title, real_schemas(arguments.data), arguments, vocabulary, options | dict(engine=arguments.engine))
     print_result("structured_coverage", result)
-    return 1 if any(part.get("invalid_accepted") for part in result.values()) else 0
+    ours_parts = ("schemas", "suite", "suite_formats_off")
+    return int(any(result.get(part, {}).get("invalid_accepted") for part in ours_parts))
 
 
 if __name__ == "__main__":

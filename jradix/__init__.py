@@ -19,6 +19,7 @@ _HOME = {
     "CheckpointError": "jradix.errors", "TokenizerError": "jradix.errors", "DeviceError": "jradix.errors",
     "EngineError": "jradix.errors", "BatchFileError": "jradix.errors", "SnapshotError": "jradix.errors",
     "PinError": "jradix.errors", "GrammarError": "jradix.errors", "GrammarTooLarge": "jradix.errors",
+    "GrammarUnsupported": "jradix.errors",
     "CacheUse": "jradix.outputs",
     "Grammar": "jradix.grammar.compiler", "compile_grammar": "jradix.grammar.compiler",
     "json_schema": "jradix.grammar.python_types",
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from jradix.config import EngineConfig
     from jradix.engine import Engine
     from jradix.errors import (BatchFileError, CheckpointError, DeviceError, EngineError, GrammarError, GrammarTooLarge,
-                               JradixError, PinError, RequestError, SnapshotError, TokenizerError, UnsupportedModel)
+                               GrammarUnsupported, JradixError, PinError, RequestError, SnapshotError, TokenizerError,
+                               UnsupportedModel)
     from jradix.grammar.compiler import Grammar, compile_grammar
     from jradix.grammar.python_types import json_schema
     from jradix.llm import LLM

@@ -282,6 +282,8 @@ def answer_body(output: RequestOutput, model: str, *, is_chat: bool, num_logprob
                 name: str) -> dict[str, Any]:
     """The `body` of a result: OpenAI's chat.completion or text_completion, with `token_ids` beside each choice's text.
 
+    A choice with a grammar also says what followed it, whether the text is whole, and the `error` where it is not.
+
     Args:
       output: a finished request.
       model: the model that answered.
@@ -297,6 +299,9 @@ def answer_body(output: RequestOutput, model: str, *, is_chat: bool, num_logprob
             logprobs = (_chat_logprobs if is_chat else _completion_logprobs)(choice, num_logprobs)
         choices.append({"index": choice.index, **text, "finish_reason": choice.finish_reason,
                         "stop_reason": choice.stop_reason, "logprobs": logprobs, "token_ids": list(choice.token_ids)})
+        if choice.grammar is not None:
+            choices[-1] |= {"grammar": choice.grammar, "num_forced_tokens": choice.num_forced_tokens,
+                            "valid": choice.valid, "error": choice.error}
     num_prompt, num_output = len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)
     body = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
             "object": "chat.completion" if is_chat else "text_completion", "created": int(time.time()), "model": model,

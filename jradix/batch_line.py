@@ -8,7 +8,7 @@ Fields of the body (of the line itself in the plain form):
   as in SamplingParams  max_tokens (or max_completion_tokens) min_tokens temperature top_p top_k min_p n seed stop
                         stop_token_ids presence_penalty frequency_penalty repetition_penalty logit_bias prompt_logprobs
                         ignore_eos skip_special_tokens include_stop_str_in_output cache cache_namespace
-                        json_schema regex choices
+                        json_schema regex choices grammar structural_tag grammar_options
   response_format       {"type": "json_schema", "json_schema": {"schema": {...}}}, {"type": "json_object"} or text
   logprobs              chat: true or false, with top_logprobs; completions: how many
   chat_template_kwargs  chat only
@@ -33,7 +33,7 @@ _SAMPLING_FIELDS = frozenset((
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "cache", "cache_namespace",
-    "json_schema", "regex", "choices"))
+    "json_schema", "regex", "choices", "grammar", "structural_tag", "grammar_options"))
 _IGNORED_FIELDS = frozenset(("user", "metadata", "store"))
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 EVICTION_POLICIES = ("lru", "lfu", "slru")
 
@@ -66,6 +67,7 @@ class EngineConfig:
     thrash_share: float = 0.25
     num_host_pages: int = 0
     grammar_bytes: int = 64 * 2**20
+    jump_decoding: bool = True
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "decode_steps",
@@ -135,6 +137,7 @@ class GrammarSizes:
 
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 CHUNK_BUCKETS = (32, 64, 128, 256, 512, 2048, 8192)
+SHORT_TOKENS = 16     # longest row of a short step
 MAX_PROGRAMS = 24
 
 
@@ -145,13 +148,19 @@ class StepShape:
     Attributes:
       num_rows: S, rows (requests) of the step.
       num_chunk_tokens: C, flat tokens beside one per row; T = S + C.
+      is_short: its rows are a few tokens long, so that attention takes each token as a decode row of its own.
     """
     num_rows: int
     num_chunk_tokens: int
+    is_short: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.num_rows + self.num_chunk_tokens
+
+    @property
+    def has_chunks(self) -> bool:
+        return self.num_chunk_tokens > 0 and not self.is_short
 
 
 @dataclass(frozen=True)
@@ -159,19 +168,22 @@ class StepShapes:
     """All compiled shapes of an engine, ascending.
 
     Padding costs time and every shape costs a compilation. Steps of decode rows alone are the many, so they get all row
-    buckets; steps with prefill chunks get few of these, and many chunk buckets instead. With a sampler per row bucket
-    and the programs of one shape there are at most `MAX_PROGRAMS`.
+    buckets, and each of them a short shape too, for jumps and the last tokens of prompts. Steps with prefill chunks get
+    few row buckets and many chunk buckets: all with the smaller row bucket, every other one, counted from the largest,
+    with the other. With a sampler per row bucket and the programs of one shape there are at most `MAX_PROGRAMS`.
 
     Attributes:
       row_buckets: S of steps without chunks.
       chunk_row_buckets: S of steps with chunks, some of the row buckets.
       chunk_buckets: C of steps with chunks.
+      short_row_buckets: S of short steps, some of the row buckets.
       has_host_pages: pages also move between device and host.
       has_grammars: grammar tables are uploaded.
     """
     row_buckets: tuple[int, ...]
     chunk_row_buckets: tuple[int, ...]
     chunk_buckets: tuple[int, ...]
+    short_row_buckets: tuple[int, ...] = ()
     has_host_pages: bool = False
     has_grammars: bool = False
 
@@ -181,10 +193,10 @@ class StepShapes:
         chunks = _buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8)
         while True:
             chunk_rows = tuple(sorted({rows[min(1, len(rows) - 1)], rows[-1]}))
-            shapes = cls(rows, chunk_rows, chunks, config.num_host_pages > 0, config.grammar_bytes > 0)
+            shapes = cls(rows, chunk_rows, chunks, rows, config.num_host_pages > 0, config.grammar_bytes > 0)
             if shapes.num_programs <= MAX_PROGRAMS:
                 return shapes
-            if len(chunks) > 5:
+            if len(chunks) > 5 or len(rows) <= 4:
                 chunks = chunks[1:]
             else:
                 rows = rows[:1] + rows[2:]
@@ -196,19 +208,44 @@ class StepShapes:
         return len(self.all()) + len(self.row_buckets) + 3 + 2 * self.has_host_pages + self.has_grammars
 
     def all(self) -> list[StepShape]:
-        return [*(StepShape(rows, 0) for rows in self.row_buckets),
-                *(StepShape(rows, chunk) for chunk in self.chunk_buckets for rows in self.chunk_row_buckets)]
+        return [*(StepShape(rows, 0) for rows in self.row_buckets), *map(_short_shape, self.short_row_buckets),
+                *self._chunk_shapes]
 
-    def fit(self, num_rows: int, num_tokens: int, num_decode: int) -> StepShape:
-        """The smallest shape that holds `num_rows` rows and `num_tokens` tokens, `num_decode` of them decode rows."""
+    @cached_property
+    def _chunk_shapes(self) -> list[StepShape]:
+        few, several = self.chunk_row_buckets[:1], self.chunk_row_buckets
+        num = len(self.chunk_buckets)
+        return [StepShape(rows, chunk) for i, chunk in enumerate(self.chunk_buckets, 1)
+                for rows in (few if (num - i) % 2 else several)]
+
+    def fit(self, num_rows: int, num_tokens: int, num_decode: int, *, is_short: bool = False) -> StepShape:
+        """The smallest shape that holds `num_rows` rows and `num_tokens` tokens, `num_decode` of them decode rows.
+
+        Args:
+          is_short: no row has more than `SHORT_TOKENS` tokens.
+        """
         if num_tokens == num_decode:
             return StepShape(_first_at_least(self.row_buckets, num_rows, "rows"), 0)
-        return StepShape(_first_at_least(self.chunk_row_buckets, num_rows, "rows"),
-                         _first_at_least(self.chunk_buckets, num_tokens - num_decode, "chunk tokens"))
+        if is_short and num_tokens <= self.short_capacity(num_rows):
+            return _short_shape(_first_at_least(self.short_row_buckets, num_rows, "rows"))
+        rows = _first_at_least(self.chunk_row_buckets, num_rows, "rows")
+        chunk = _first_at_least(self.chunk_buckets, num_tokens - num_decode, "chunk tokens")
+        return min((shape for shape in self._chunk_shapes
+                    if shape.num_rows >= rows and shape.num_chunk_tokens >= chunk), key=lambda shape: shape.num_tokens)
+
+    def short_capacity(self, num_rows: int) -> int:
+        """Tokens of a short step of so many rows; 0 where there is no such shape."""
+        rows = next((rows for rows in self.short_row_buckets if rows >= num_rows), 0)
+        return _short_shape(rows).num_tokens if rows else 0
 
 
 def _buckets(ladder: tuple[int, ...], largest: int) -> tuple[int, ...]:
     return (*(b for b in ladder if b < largest), largest)
+
+
+def _short_shape(num_rows: int) -> StepShape:
+    """Room for jumps in about every third row. A single row gets six tokens: on CPUs seven cost twice as much."""
+    return StepShape(num_rows, 5 if num_rows == 1 else max(8, min(num_rows, 64) // 2), is_short=True)
 
 
 def _first_at_least(buckets: tuple[int, ...], n: int, what: str) -> int:

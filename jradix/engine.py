@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from jradix.outputs import RequestOutput
 from jradix.request_group import RequestGroup
 from jradix.runner.runner import ModelRunner
 from jradix.runner.step import StepOutput
-from jradix.sampling_params import SamplingParams
+from jradix.sampling_params import ENOUGH, SamplingParams
 from jradix.sched.order import depth_first_order
 from jradix.sched.plan import StepPlan, build_step_batch
 from jradix.sched.request import Request, RequestState
@@ -42,6 +42,7 @@ from jradix.tokenizer import Tokenizer
 
 
 AGE_POLL_S = 0.005     # between two looks when only the passing of time can make room
+GRAMMAR_WAIT_S = 0.05  # at most, for a grammar that is being compiled, when nothing else can run
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ class Engine:
       seed: of the random streams of requests without one; None: not reproducible.
       model_name: names the KV in the cache.
       vocabulary: of the model's head, for grammars; None: they are refused. The runner was made with its `token_bytes`.
+      grammar_start, grammar_workers, grammar_cache: of `GrammarBook`: what a request does until its grammar is
+        compiled, the processes that compile, and where tables are kept.
 
     Raises:
       ValueError: the runner is too small for `config`.
@@ -75,6 +78,8 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, tokenizer: Tokenizer | None = None,
                  eos_ids: Sequence[int] = (), generation_config: Mapping[str, Any] | None = None,
                  seed: int | None = None, model_name: str = "", vocabulary: Vocabulary | None = None,
+                 grammar_start: str = "tables", grammar_workers: int | None = None,
+                 grammar_cache: Path | None = None,
                  clock: Callable[[], float] = time.perf_counter):
         _check_sizes(config, runner.config)
         self.config = config
@@ -88,7 +93,8 @@ class Engine:
         self._clock = clock
         sizes = runner.grammar_sizes
         self._grammars = None if vocabulary is None or not config.grammar_bytes else GrammarBook(
-            vocabulary, ArenaSize(sizes.num_rows, sizes.num_states, sizes.num_transitions, sizes.num_grammars))
+            vocabulary, ArenaSize(sizes.num_rows, sizes.num_states, sizes.num_transitions, sizes.num_grammars),
+            num_workers=grammar_workers, start=grammar_start, cache_folder=grammar_cache)
         self._request_ids = count()
         self._groups: dict[str, RequestGroup] = {}
         self._owner: dict[int, tuple[RequestGroup, int]] = {}     # scheduler's request id -> group, sample
@@ -99,6 +105,7 @@ class Engine:
         self._is_closed = False
         self.dropped_outputs: list[RequestOutput] = []      # what an interrupt or a failed step cut off
         self._num_failures = 0
+        self._num_synchronous_steps = 0
         self._reset_scheduler()
 
     # -- requests in and out
@@ -138,7 +145,7 @@ class Engine:
         if first_logit is None and params.prompt_logprobs is not None:
             first_logit = 0
         room = self.config.max_model_len - len(tokens)
-        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
+        max_output = room if params.token_limit is None else min(params.token_limit, room)
         group = RequestGroup(
             RequestOutput(request_id, prompt, tokens.tolist(), sampling_params=params,
                           num_truncated_tokens=num_truncated_tokens), self.tokenizer, is_streamed=is_streamed)
@@ -161,7 +168,7 @@ class Engine:
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raises the RequestError that `add_request` would raise; queues nothing."""
         params = (params or SamplingParams()).resolved(self._generation_config)
-        self._constraint(params)
+        self._check_grammar(params)
         self.scheduler.check_prompt_fits(len(self._check_prompt(prompt_token_ids, params)))
 
     def sharing_order(self, prompts: Sequence[Sequence[int] | None],
@@ -226,6 +233,12 @@ class Engine:
         """
         self._check_open()
         try:
+            if self._grammars is not None and self._grammars.num_in_work and self._grammars.poll():
+                self._drop_without_grammar()
+            if self._in_flight is not None and self.scheduler.needs_tokens:
+                self._num_synchronous_steps += 1
+                in_flight, self._in_flight = self._in_flight, None
+                self._collect(self._take_in(*in_flight))
             launched = self._launch()
             if self.config.overlap:
                 launched, self._in_flight = self._in_flight, launched
@@ -239,6 +252,9 @@ class Engine:
         if not self._ready and launched is None and self._in_flight is None and self._groups:
             if self.scheduler.waits_for_age:
                 time.sleep(AGE_POLL_S)
+                return []
+            if self._grammars is not None and self._grammars.num_in_work:
+                self._grammars.wait(GRAMMAR_WAIT_S)
                 return []
             raise EngineError(f"{len(self._groups)} requests wait and none can run: {self.stats()['pool']}")
         return self._take_ready()
@@ -270,7 +286,7 @@ class Engine:
                           finished=done.num_finished, preemptions=done.num_preemptions, failures=self._num_failures),
             tokens=dict(computed=done.num_computed_tokens, computed_prompt=done.num_computed_prompt_tokens,
                         cached_prompt=done.num_cached_prompt_tokens, recomputed=done.num_recomputed_tokens,
-                        generated=done.num_generated_tokens),
+                        generated=done.num_generated_tokens, forced=done.num_forced_tokens),
             cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
                        hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
                        evicted_pages=cache.counters.num_evicted_pages,
@@ -283,10 +299,12 @@ class Engine:
                            spilled_pages=cache.counters.num_spilled_pages),
             thrash_guard=dict(active=guard.is_active, max_running=guard.limit, recomputed_share=guard.recomputed_share,
                               activations=guard.num_activations),
-            steps=done.num_steps, compiled_programs=self._runner.num_compiled,
+            steps=done.num_steps, synchronous_steps=self._num_synchronous_steps,
+            compiled_programs=self._runner.num_compiled,
             device=f"{self._runner.device.platform}:{self._runner.device.id} ({self._runner.device.device_kind})",
             grammars=dict(compiled=self._grammars.num_compiled if self._grammars else 0,
-                          resident=self._grammars.pool.num_resident if self._grammars else 0),
+                          resident=self._grammars.pool.num_resident if self._grammars else 0,
+                          in_work=self._grammars.num_in_work if self._grammars else 0),
             host_time=dataclasses.asdict(self.host_time))
 
     def namespace(self, params: SamplingParams) -> Namespace | None:
@@ -357,6 +375,8 @@ class Engine:
             self._in_flight = None
             self._groups.clear()
             self._owner.clear()
+            if self._grammars is not None:
+                self._grammars.close()
             self._runner.close()
 
     # -- one step
@@ -375,7 +395,7 @@ class Engine:
             self._runner.move_pages(plan.page_moves)
         for request in plan.admitted:
             self._prepare_slot(request)
-        shape = self._runner.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
+        shape = self._runner.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode, is_short=plan.is_short)
         packed, needs = build_step_batch(plan, self._runner.layout(shape), spare_slot=self._runner.spare_slot)
         t2 = time.thread_time()
         output = self._runner.dispatch(packed, shape, num_steps=plan.num_steps, needs_sampling=needs.sampling,
@@ -495,19 +515,38 @@ class Engine:
         return tokens.astype(np.int32)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
-        """The grammar a request asks for, compiled. Raises RequestError when it cannot be used."""
-        sources = params.grammar
+        """The grammar a request asks for. Raises RequestError when it is known that it cannot be used."""
+        with _as_request_error():
+            sources = self._grammar_sources(params)
+            jumps = self.config.jump_decoding and params.logprobs is None
+            return sources and self._grammars.constraint(sources, jumps=jumps, must_end=params.max_tokens == ENOUGH,
+                                                         stop_ids=frozenset(params.stop_token_ids),
+                                                         is_idle=not self._groups)
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raises RequestError when the grammar cannot be used; waits for it to be compiled."""
+        with _as_request_error():
+            if sources := self._grammar_sources(params):
+                self._grammars.check(sources, must_end=params.max_tokens == ENOUGH)
+
+    def _grammar_sources(self, params: SamplingParams) -> dict[str, Any] | None:
+        """Arguments of `compile_grammar`; None without a grammar. Raises GrammarError or RequestError."""
+        sources = params.grammar_sources
         if not sources:
             return None
         if self._grammars is None:
             raise RequestError(f"{next(iter(sources))}: grammars need a tokenizer whose tokens are bytes, "
                                "and grammar_bytes")
-        try:
-            if "json_schema" in sources:
-                sources["json_schema"] = read_schema(sources["json_schema"])
-            return self._grammars.constraint(repr(sources), sources)
-        except GrammarError as error:
-            raise RequestError(str(error)) from error
+        if "json_schema" in sources:
+            sources["json_schema"] = read_schema(sources["json_schema"])
+        return sources
+
+    def _drop_without_grammar(self) -> None:
+        """Ends the requests whose grammar turned out to be unusable, each with the reason."""
+        for request in list(self.scheduler.requests()):
+            if request.constraint is not None and request.constraint.error is not None:
+                self._owner[request.request_id][0].output.error = str(request.constraint.error)
+                self.scheduler.abort(request, "error")
 
     def _stream(self, params: SamplingParams, serial: int, index: int) -> tuple[int, int]:
         """Two signed 32-bit words that name the random stream of one sample."""
@@ -570,7 +609,7 @@ class Engine:
             num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching,
             num_host_pages=self.config.num_host_pages, eviction_policy=self.config.eviction_policy,
             min_ttl_s=self.config.min_ttl_s, max_pinned_fraction=self.config.max_pinned_fraction, clock=self._clock)
-        self.scheduler = Scheduler(self.config, self.cache, clock=self._clock)
+        self.scheduler = Scheduler(self.config, self.cache, shapes=self._runner.shapes, clock=self._clock)
         if self._grammars is not None:
             self._grammars.reset()
 
@@ -583,6 +622,14 @@ def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
         if getattr(config, name) > getattr(runner, name):
             raise ValueError(f"{name}={getattr(config, name)}, but the runner was made with {getattr(runner, name)}; "
                              "expected at most that")
+
+
+@contextlib.contextmanager
+def _as_request_error() -> Iterator[None]:
+    try:
+        yield
+    except GrammarError as error:
+        raise RequestError(str(error)) from error
 
 
 def _fetch(arrays: Any) -> Any:

@@ -54,5 +54,9 @@ class GrammarError(JradixError, ValueError):
     """The grammar cannot be used: wrong syntax, an unsupported construct (named, with its place), or unsatisfiable."""
 
 
+class GrammarUnsupported(GrammarError):
+    """A construct of the grammar that an automaton cannot enforce; the message names it and its place."""
+
+
 class GrammarTooLarge(GrammarError):
     """The grammar needs more states, work or bytes than the limits allow. The message names limit and number."""

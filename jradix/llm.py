@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Se
 import numpy as np
 
 from jradix.config import EngineConfig, StepShapes
+from jradix.grammar.book import GRAMMAR_STARTS
 from jradix.engine import Engine
 from jradix.errors import EngineError, RequestError, TokenizerError
 from jradix.llm_cache import LLMCache
-from jradix.loading import end_token_ids, find_device, keep_compilations, load_tokenizer, load_vocabulary
+from jradix.loading import (end_token_ids, find_device, grammar_cache_folder, keep_compilations, load_tokenizer,
+                            load_vocabulary)
 from jradix.model_files import resolve
 from jradix.outputs import RequestOutput, ScoreOutput, StreamDelta
 from jradix.progress import ProgressBar
@@ -70,6 +72,13 @@ class LLM:
       max_pinned_fraction: share of the KV pool that `cache.pin` may protect.
       host_cache_bytes: memory of the machine for KV that the device's pool has no room for; None: none.
       grammar_bytes: device memory for the tables of grammars in use; 0: no grammars.
+      jump_decoding: tokens that a grammar leaves no choice about are not computed one by one. The tokens are the same.
+      grammar_start: "tables": a request waits until its grammar is compiled; "matcher": for interactive use, it starts
+        at once on a matcher where there is one, and its tokens may differ from those of later runs.
+      grammar_workers: processes that compile grammars beside the engine; None: one less than the CPUs, at most 4; 0:
+        grammars are compiled in this process and hold it up.
+      grammar_cache_dir: where compiled grammars are kept between runs; "auto": a folder in the user's cache directory;
+        None: nowhere.
       load_cache: folder written by `cache.save` to start from.
       decode_steps: decode steps in one device call while nothing waits for admission; 1: off.
       overlap: plan the next step while the device runs this one.
@@ -93,11 +102,15 @@ class LLM:
                  memory_fraction: float | None = None, device: str | None = None, batch_order: str = "depth_first",
                  eviction_policy: str = "lru", min_ttl_s: float = 0.0, max_wait_s: float = 1.0,
                  max_pinned_fraction: float = 0.5, host_cache_bytes: int | None = None,
-                 load_cache: str | Path | None = None, grammar_bytes: int = 64 * 2**20, decode_steps: int = 1,
+                 load_cache: str | Path | None = None, grammar_bytes: int = 64 * 2**20,
+                 jump_decoding: bool = True, grammar_start: str = "tables", grammar_workers: int | None = None,
+                 grammar_cache_dir: str | Path | None = "auto", decode_steps: int = 1,
                  overlap: bool = True, use_generation_config: bool = True, warmup: str = "none",
                  compile_cache_dir: str | Path | None = "auto", progress: bool | None = None, quiet: bool = False):
         if warmup not in ("none", "full"):
             raise ValueError(f'warmup={warmup!r}: expected "none" or "full"')
+        if grammar_start not in GRAMMAR_STARTS:
+            raise ValueError(f"grammar_start={grammar_start!r}: expected one of {GRAMMAR_STARTS}")
         if batch_order not in BATCH_ORDERS:
             raise ValueError(f"batch_order={batch_order!r}: expected one of {BATCH_ORDERS}")
         files = resolve(str(model), revision=revision)
@@ -114,7 +127,8 @@ class LLM:
         sizes = EngineConfig(page_size=page_size, max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens,
                              eviction_policy=eviction_policy, min_ttl_s=min_ttl_s, max_wait_s=max_wait_s,
                              max_pinned_fraction=max_pinned_fraction, grammar_bytes=grammar_bytes,
-                             decode_steps=decode_steps, overlap=overlap, enable_prefix_caching=enable_prefix_caching)
+                             decode_steps=decode_steps, overlap=overlap, enable_prefix_caching=enable_prefix_caching,
+                             jump_decoding=jump_decoding)
         plan = plan_memory(
             model_config, device=chosen, weight_dtype=weight_dtype, kv_dtype=pool_dtype, page_size=page_size,
             max_num_seqs=max_num_seqs, step_tokens=StepShapes.for_engine(sizes).all()[-1].num_tokens,
@@ -148,7 +162,8 @@ class LLM:
         self._runner = runner
         self.engine = Engine(
             runner, self.config, tokenizer=self.tokenizer,
-            eos_ids=eos_ids, vocabulary=vocabulary,
+            eos_ids=eos_ids, vocabulary=vocabulary, grammar_start=grammar_start, grammar_workers=grammar_workers,
+            grammar_cache=grammar_cache_folder(grammar_cache_dir),
             generation_config=generation if use_generation_config else {}, seed=seed, model_name=self.fingerprint)
         defaults = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
         if use_generation_config and defaults:

@@ -70,6 +70,13 @@ def keep_compilations(folder: str | Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
+def grammar_cache_folder(folder: str | Path | None) -> Path | None:
+    """Where compiled grammars are kept: the user's cache directory for "auto"."""
+    if folder is None:
+        return None
+    return Path.home() / ".cache" / "jradix" / "grammars" if folder == "auto" else Path(folder)
+
+
 def end_token_ids(tokenizer: Iterable[int], config: Iterable[int], generation: Mapping[str, Any]) -> list[int]:
     stated = generation.get("eos_token_id")
     stated = [] if stated is None else [stated] if isinstance(stated, int) else stated

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jradix.sampling_params import SamplingParams
 
@@ -34,7 +35,11 @@ class CompletionOutput:
       logprobs: per output token, token id -> Logprob: the chosen one and the most probable ones.
       cumulative_logprob: sum over the chosen tokens; None unless logprobs were asked for.
       grammar: what held the output to its grammar: "dfa", or "dfa-depth-5" where recursion and free values were cut at
-        that depth; None without a grammar.
+        that depth, or "matcher"; None without a grammar.
+      num_forced_tokens: of `token_ids`, those that were appended because the grammar left no choice.
+      valid: the output ended as a whole text of its grammar; None without a grammar.
+      parsed: the value of a valid output under a JSON schema, else None.
+      error: why an output is no whole text of its grammar; None when it is, and without a grammar.
     """
     index: int = 0
     text: str = ""
@@ -44,6 +49,10 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     grammar: str | None = None
+    num_forced_tokens: int = 0
+    valid: bool | None = None
+    parsed: Any = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

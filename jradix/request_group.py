@@ -1,6 +1,7 @@
 """What the user sent as one request: a prompt with its n samples, and the output they fill."""
 from __future__ import annotations
 
+import json
 from typing import Sequence
 
 import numpy as np
@@ -77,7 +78,6 @@ class RequestGroup:
         """Fills the output of a sample that has ended."""
         completion, request, detokenizer = self.output.outputs[index], self.samples[index], self._detokenizers[index]
         completion.token_ids = request.output_ids
-        completion.grammar = None if request.constraint is None else request.constraint.engine
         completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
         if detokenizer is not None:
             detokenizer.finish()
@@ -85,6 +85,25 @@ class RequestGroup:
         elif self._tokenizer is not None:
             completion.text = self._tokenizer.decode(completion.token_ids,
                                                      skip_special_tokens=self.params.skip_special_tokens)
+        if request.constraint is not None and request.constraint.is_ready:
+            self._judge(completion, request)
+
+    def _judge(self, completion: CompletionOutput, request: Request) -> None:
+        """Says whether the output is a whole text of its grammar."""
+        constraint, params = request.constraint, self.params
+        completion.grammar, completion.num_forced_tokens = constraint.engine, request.num_forced
+        is_whole = completion.finish_reason == "stop" and constraint.is_accepting
+        completion.valid = is_whole and not isinstance(completion.stop_reason, str)
+        if completion.valid:
+            if params.json_schema is not None:
+                completion.parsed = json.loads(completion.text)
+        elif completion.finish_reason == "length":
+            limit = f"max_tokens={params.max_tokens}" if completion.stop_reason is None else completion.stop_reason
+            completion.error = (f"cut off by {limit} after {len(completion.token_ids)} tokens, before the text of its "
+                                "grammar was complete; give it more tokens")
+        else:
+            completion.error = (f"ended by {completion.stop_reason or completion.finish_reason!r} before the text of "
+                                "its grammar was complete")
 
     def finish(self) -> None:
         """Fills what is known once all samples have ended."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
 MAX_LOGPROBS = 20
-GRAMMAR_FIELDS = ("json_schema", "regex", "choices")
+ENOUGH = "enough"
+GRAMMAR_FIELDS = ("json_schema", "regex", "choices", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class SamplingParams:
 
     Attributes:
       n: samples of the prompt; each draws its own stream, sample i is the same whatever n is.
-      max_tokens: output tokens at most; None: up to the model's `max_model_len`; 0: nothing is sampled.
+      max_tokens: output tokens at most; None: up to the model's `max_model_len`; 0: nothing is sampled; "enough": as
+        None, for a grammar whose texts have a longest one, and refused for one that allows texts of any length.
       min_tokens: no stop token or stop string ends the output before this many tokens.
       temperature: 0 is greedy.
       top_p: smallest set of tokens with this much probability, in (0, 1].
@@ -39,6 +41,9 @@ class SamplingParams:
         dataclass, TypedDict, Enum, function).
       regex: the whole output matches this expression, in Python's syntax.
       choices: the output is one of these texts.
+      grammar: the output is a text of this grammar, in the Lark dialect of llguidance.
+      structural_tag: free text in which certain marks begin parts of a schema, such as tool calls.
+      grammar_options: further arguments of `jradix.compile_grammar`: `whitespace`, `strict`, `max_depth`, ...
       cache: False neither reads cached KV nor leaves any.
       cache_namespace: KV is shared only between requests that name the same one: a text, or a tuple or list of texts
         and integers; None: the common one.
@@ -47,7 +52,7 @@ class SamplingParams:
       ValueError: a value is outside its range; the message names the field.
     """
     n: int = 1
-    max_tokens: int | None = None
+    max_tokens: int | str | None = None
     min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
@@ -68,12 +73,16 @@ class SamplingParams:
     json_schema: Any = None
     regex: str | None = None
     choices: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: Mapping[str, Any] | None = None
+    grammar_options: Mapping[str, Any] | None = None
     cache: bool = True
     cache_namespace: str | tuple[str | int, ...] | list[str | int] | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1)
-        self._integer("max_tokens", 0, none=True)
+        if self.max_tokens != ENOUGH:
+            self._integer("max_tokens", 0, none=True)
         self._integer("min_tokens", 0)
         self._number("temperature", 0, math.inf, none=True)
         self._number("top_p", 0, 1, none=True, above=True)
@@ -94,6 +103,15 @@ class SamplingParams:
             raise ValueError(f"{' and '.join(given)}: expected one of {', '.join(GRAMMAR_FIELDS)}")
         if given and self.ignore_eos:
             raise ValueError(f"ignore_eos=True with {given[0]}: an output that fits must be able to end")
+        if self.max_tokens == ENOUGH and not given:
+            raise ValueError(f'max_tokens="{ENOUGH}" without a grammar, for whose longest text it stands: give a number')
+        for name, kind in (("structural_tag", Mapping), ("grammar_options", Mapping), ("grammar", str)):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={str(getattr(self, name))[:80]}: expected "
+                                 f"{'a text' if kind is str else 'a mapping'}")
+        if self.grammar_options and not given:
+            raise ValueError(f"grammar_options={self.grammar_options!r} without a grammar: expected one of "
+                             f"{', '.join(GRAMMAR_FIELDS)} as well")
         if isinstance(self.json_schema, (int, float, list, tuple, bytes)) and not isinstance(self.json_schema, bool):
             raise ValueError(f"json_schema={str(self.json_schema)[:60]}: expected a schema as a dict, JSON text or "
                              "true, or a Python type")
@@ -101,7 +119,7 @@ class SamplingParams:
             raise ValueError(f"regex={self.regex!r}: expected a text")
         if self.choices is not None and (isinstance(self.choices, str) or not isinstance(self.choices, Sequence)):
             raise ValueError(f"choices={self.choices!r}: expected a list of texts")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.token_limit is not None and self.min_tokens > self.token_limit:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if any(not isinstance(text, str) or not text for text in stop):
@@ -143,9 +161,15 @@ class SamplingParams:
         return dataclasses.replace(self, **filled) if filled else self
 
     @property
-    def grammar(self) -> dict[str, Any]:
-        """The grammar asked for, by field; empty without one."""
-        return {name: getattr(self, name) for name in GRAMMAR_FIELDS if getattr(self, name) is not None}
+    def grammar_sources(self) -> dict[str, Any]:
+        """The grammar asked for, as arguments of `compile_grammar`; empty without one."""
+        given = {name: getattr(self, name) for name in GRAMMAR_FIELDS if getattr(self, name) is not None}
+        return {**given, **(self.grammar_options or {})}
+
+    @property
+    def token_limit(self) -> int | None:
+        """`max_tokens` where it is a number."""
+        return None if self.max_tokens == ENOUGH else self.max_tokens
 
     @property
     def is_greedy(self) -> bool:
@@ -180,8 +204,10 @@ def read_response_format(value: Any) -> dict[str, Any]:
     schema = value.get("json_schema") if kind == "json_schema" else None
     if isinstance(schema, Mapping) and isinstance(schema.get("schema"), (Mapping, bool)):
         return {"json_schema": schema["schema"]}
-    raise ValueError(f"response_format={str(value)[:80]}: expected " '{"type": "text"}, {"type": "json_object"}, or '
-                     '{"type": "json_schema", "json_schema": {"schema": {...}}}')
+    if kind == "structural_tag":
+        return {"structural_tag": dict(value)}
+    raise ValueError(f"response_format={str(value)[:80]}: expected " '{"type": "text"}, {"type": "json_object"}, '
+                     '{"type": "json_schema", "json_schema": {"schema": {...}}} or {"type": "structural_tag", ...}')
 
 
 def checked_namespace(value: Any) -> str | tuple[str | int, ...] | None:

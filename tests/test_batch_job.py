@@ -455,3 +455,14 @@ def test_open_items_are_forgotten_when_they_are_written(tmp_path):
 
     run(tmp_path, FakeLLM(before_result=count, lazy=True), max_inflight=4)
     assert len(counts) == 3 and max(counts) <= 4
+
+
+def test_answer_says_what_became_of_its_grammar() -> None:
+    """X10: the line itself tells that its limit cut the text off."""
+    whole = CompletionOutput(0, "[1]", [5], "stop", grammar="dfa", valid=True, parsed=[1], num_forced_tokens=1)
+    cut = CompletionOutput(1, "[1", [5], "length", grammar="dfa", valid=False, error="cut off by max_tokens=1 ...")
+    free = CompletionOutput(2, "so", [6], "stop")
+    body = answer_body(RequestOutput("r", outputs=[whole, cut, free]), "m", is_chat=False, num_logprobs=None, name="n")
+    first, second, third = body["choices"]
+    assert (first["valid"], first["error"], first["num_forced_tokens"]) == (True, None, 1)
+    assert second["valid"] is False and "max_tokens" in second["error"] and "grammar" not in third

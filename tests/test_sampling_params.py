@@ -29,6 +29,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("logprobs", -1), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True),
     ("prompt_logprobs", -1), ("prompt_logprobs", MAX_LOGPROBS + 1),
     ("json_schema", 3), ("json_schema", [1]), ("regex", b"a"), ("regex", 1), ("choices", "ab"), ("choices", 3),
+    ("max_tokens", "many"), ("max_tokens", "enough"), ("grammar", 3), ("structural_tag", "tag"),
+    ("grammar_options", {"strict": True}), ("grammar_options", "strict"),
     ("cache", 0), ("cache", None), ("cache_namespace", ""), ("cache_namespace", 3), ("cache_namespace", ()),
     ("cache_namespace", [1.5]), ("cache_namespace", {"a": 1}), ("cache_namespace", ("a", None)),
 ]

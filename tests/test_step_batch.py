@@ -298,9 +298,24 @@ def test_fit_is_the_smallest_shape_with_room(num_seqs: int, budget: int) -> None
             num_decode = num_rows - (num_chunk > 0)
             fitted = shapes.fit(num_rows, num_decode + num_chunk, num_decode)
             roomy = [s for s in shapes.all() if s.num_rows >= num_rows and s.num_chunk_tokens >= num_chunk
-                     and bool(s.num_chunk_tokens) == bool(num_chunk)]
+                     and s.has_chunks == bool(num_chunk) and not s.is_short]
             assert fitted == min(roomy, key=lambda s: s.num_tokens)
             assert fitted.num_tokens >= num_decode + num_chunk and fitted in shapes.all()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 16, 32, 100])
+def test_fit_short_rows_share_a_short_shape_while_it_has_room(num_seqs: int) -> None:
+    shapes = StepShapes.for_engine(EngineConfig(max_num_seqs=num_seqs))
+    for num_rows in {1, 2, num_seqs // 2 or 1, num_seqs}:
+        if num_rows > num_seqs:
+            continue
+        room = shapes.short_capacity(num_rows)
+        assert room >= num_rows + 5
+        fitted = shapes.fit(num_rows, room, num_rows - 1, is_short=True)
+        assert fitted.is_short and fitted.num_tokens == room and fitted in shapes.all() and not fitted.has_chunks
+        assert shapes.fit(num_rows, room + 1, num_rows - 1, is_short=True).has_chunks
+        assert shapes.fit(num_rows, room, num_rows - 1).has_chunks
+        assert not shapes.fit(num_rows, num_rows, num_rows, is_short=True).is_short
 
 
 def test_fit_pure_decode_step_has_no_chunk_tokens() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 from jradix.errors import GrammarError, GrammarTooLarge
 from jradix.grammar.language import NUM_BYTES, Lang
 from jradix.grammar.limits import GrammarLimits
-from jradix.grammar.merging import representatives
+from jradix.grammar.merging import distances_to_end, equal_states
 from jradix.grammar.subsets import Row, Subsets
 
 REJECT = -1
+EXPLORED_PER_STATE = 1.5    # how many states may be found for each one of the limit: most automata shrink to a half
 SHOWN_BYTES = 40        # how much forced text an explanation quotes
 
 
@@ -169,8 +170,8 @@ class Dfa:
 def compile_language(lang: Lang, limits: GrammarLimits | None = None, *, allow_empty: bool = False) -> Dfa:
     """Turns an expression into its automaton.
 
-    States are the reachable sets of the subset construction, without those from which nothing can be accepted; of
-    states that are cheaply seen to be equal one is kept. It is not always the smallest automaton.
+    States are the reachable sets of the subset construction, without those from which nothing can be accepted, and one
+    of each class of equal ones: it is the smallest automaton.
 
     Args:
       lang: the language.
@@ -186,26 +187,29 @@ def compile_language(lang: Lang, limits: GrammarLimits | None = None, *, allow_e
         raise GrammarTooLarge(f"the shortest text has {lang.shortest:,} bytes or more, so the automaton needs more "
                               f"than max_states={limits.max_states:,} states; use smaller counts")
     rows, accepting = _explored(lang, limits)
-    alive = _alive(rows, accepting)
-    if not alive[0]:
+    distance = distances_to_end(rows, accepting)
+    if distance[0] < 0:
         if allow_empty:
             return Dfa(np.zeros(NUM_BYTES, np.uint8), np.empty((0, 1), np.int32), np.empty(0, bool))
         raise GrammarError("unsatisfiable: no text belongs to this grammar; look for parts that exclude each other")
-    rows = [[(mask, target) for mask, target in row if alive[target]] for row in rows]
-    same_as = representatives(rows, accepting)
-    order, number = [same_as[0]], {same_as[0]: 0}
-    final_rows = []
-    for state in order:                                 # grows while it is read
-        row: dict[int, int] = {}
-        for mask, target in rows[state]:
-            target = same_as[target]
-            if target not in number:
-                number[target] = len(order)
+    return _smallest(rows, distance, limits)
+
+
+def is_empty_language(lang: Lang, limits: GrammarLimits) -> tuple[bool, int]:
+    """Whether no text belongs, and the work that finding out took; a text of the language ends the search.
+
+    Raises GrammarTooLarge.
+    """
+    subsets = Subsets(lang, limits)
+    order, seen = [subsets.start], {subsets.start}
+    for set_id in order:                                # grows while it is read
+        if subsets.accepts(set_id):
+            return False, subsets.work
+        for _, target in subsets.row(set_id):
+            if target not in seen:
+                seen.add(target)
                 order.append(target)
-            row[number[target]] = row.get(number[target], 0) | mask
-        final_rows.append([(mask, target) for target, mask in row.items()])
-    byte_class, next_state = _tables(final_rows, limits)
-    return Dfa(byte_class, next_state, np.array([accepting[state] for state in order], bool))
+    return True, subsets.work
 
 
 def _explored(lang: Lang, limits: GrammarLimits) -> tuple[list[Row], list[bool]]:
@@ -219,58 +223,65 @@ def _explored(lang: Lang, limits: GrammarLimits) -> tuple[list[Row], list[bool]]
             state = number.get(target)
             if state is None:
                 state = number[target] = len(order)
-                if state >= limits.max_states:
-                    raise GrammarTooLarge(f"the automaton needs more than max_states={limits.max_states:,} states; use "
-                                          "smaller counts or fewer alternatives that begin alike")
+                if state >= EXPLORED_PER_STATE * limits.max_states:
+                    raise _too_many_states(limits)
                 order.append(target)
             row.append((mask, state))
         rows.append(row)
     return rows, [subsets.accepts(set_id) for set_id in order]
 
 
-def _alive(rows: list[Row], accepting: list[bool]) -> list[bool]:
-    """Whether acceptance can be reached from each state."""
-    ways_in: list[list[int]] = [[] for _ in rows]
-    for state, row in enumerate(rows):
-        for _, target in row:
-            ways_in[target].append(state)
-    alive = list(accepting)
-    queue = [state for state, accepts in enumerate(accepting) if accepts]
-    for state in queue:                                 # grows while it is read
-        for before in ways_in[state]:
-            if not alive[before]:
-                alive[before] = True
-                queue.append(before)
-    return alive
-
-
-def _tables(rows: list[Row], limits: GrammarLimits) -> tuple[np.ndarray, np.ndarray]:
-    """Byte classes uint8[256] and transitions int32[Q, K] of rows of (mask, state)."""
+def _smallest(rows: list[Row], distance: list[int], limits: GrammarLimits) -> Dfa:
+    """The automaton of rows of (mask, state) with one state for each class of equal ones."""
     mask_ids: dict[int, int] = {}
-    edges = [(state, mask_ids.setdefault(mask, len(mask_ids)), target)
-             for state, row in enumerate(rows) for mask, target in row]
-    packed = np.frombuffer(b"".join(mask.to_bytes(NUM_BYTES // 8, "little") for mask in mask_ids), np.uint8)
+    number = np.cumsum(np.array(distance) >= 0) - 1     # of the states from which the end can be reached
+    edges = [(state, mask_ids.setdefault(mask, len(mask_ids)), target) for state, row in enumerate(rows)
+             if distance[state] >= 0 for mask, target in row if distance[target] >= 0]
+    states, masks, targets = np.array(edges, np.int64).reshape(-1, 3).T
+    states, targets = number[states], number[targets]
+    byte_class, has_class = _byte_classes(list(mask_ids))
+    next_state = np.full((int(number[-1]) + 1, has_class.shape[1]), REJECT, np.int32)
+    _, class_of = np.nonzero(has_class)                 # sorted by mask: the classes of mask m are one slice
+    counts = has_class.sum(axis=1)
+    begins = np.cumsum(counts) - counts
+    length = counts[masks]
+    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    next_state[np.repeat(states, length), class_of[np.repeat(begins[masks], length) + within]] = \
+        np.repeat(targets, length)
+    # A state accepts where the end is 0 bytes away.
+    kept_distance = np.array(distance)[np.array(distance) >= 0]
+    class_of_state = equal_states(next_state, kept_distance, states, targets)
+    first = np.unique(class_of_state, return_index=True)[1]
+    if len(first) > limits.max_states:
+        raise _too_many_states(limits)
+    next_state = np.append(class_of_state, REJECT)[next_state[first]]
+    # Bytes that only equal states told apart are one class now.
+    number_of: dict[bytes, int] = {}
+    merged = np.array([number_of.setdefault(column.tobytes(), len(number_of))
+                       for column in np.ascontiguousarray(next_state.T)])
+    kept = np.unique(merged, return_index=True)[1]
+    if len(first) * len(kept) * 4 > limits.max_table_bytes:
+        raise GrammarTooLarge(f"transitions of {len(first):,} states and {len(kept)} byte classes take "
+                              f"{len(first) * len(kept) * 4:,} bytes, over max_table_bytes={limits.max_table_bytes:,}")
+    return Dfa(merged[byte_class].astype(np.uint8), np.ascontiguousarray(next_state[:, kept], np.int32),
+               kept_distance[first] == 0)
+
+
+def _too_many_states(limits: GrammarLimits) -> GrammarTooLarge:
+    return GrammarTooLarge(f"the automaton needs more than max_states={limits.max_states:,} states; use smaller counts "
+                           "or fewer alternatives that begin alike")
+
+
+def _byte_classes(masks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """int64[256]: the class of each byte, alike in all masks; bool[M, K]: which classes each mask has."""
+    packed = np.frombuffer(b"".join(mask.to_bytes(NUM_BYTES // 8, "little") for mask in masks), np.uint8)
     has_byte = np.unpackbits(packed.reshape(-1, NUM_BYTES // 8), axis=1, bitorder="little")
     class_ids: dict[bytes, int] = {}
-    signatures = np.packbits(has_byte, axis=0).T
-    byte_class = np.array([class_ids.setdefault(row.tobytes(), len(class_ids)) for row in signatures], np.uint8)
-    num_classes = len(class_ids)
-    if len(rows) * num_classes * 4 > limits.max_table_bytes:
-        raise GrammarTooLarge(f"transitions of {len(rows):,} states and {num_classes} byte classes take "
-                              f"{len(rows) * num_classes * 4:,} bytes, over max_table_bytes={limits.max_table_bytes:,}")
-    next_state = np.full((len(rows), num_classes), REJECT, np.int32)
-    if edges:
-        states, masks, targets = np.array(edges, np.int64).T
-        member = np.zeros((num_classes, len(mask_ids)), bool)
-        member[byte_class] = has_byte.T.astype(bool)
-        _, class_of = np.nonzero(member.T)         # sorted by mask: the classes of mask m are one slice
-        counts = member.sum(axis=0)
-        begins = np.cumsum(counts) - counts
-        length = counts[masks]
-        within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-        next_state[np.repeat(states, length), class_of[np.repeat(begins[masks], length) + within]] = \
-            np.repeat(targets, length)
-    return byte_class, next_state
+    byte_class = np.array([class_ids.setdefault(row.tobytes(), len(class_ids))
+                           for row in np.packbits(has_byte, axis=0).T])
+    has_class = np.zeros((len(masks), len(class_ids)), bool)
+    has_class[:, byte_class] = has_byte
+    return byte_class, has_class
 
 
 def _utf8(data: bytes | str) -> bytes:

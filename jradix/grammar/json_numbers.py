@@ -5,17 +5,18 @@ most two digits. Of an integer type the text has no fraction, so `1.0` is no int
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from decimal import Decimal
+from functools import reduce
 from typing import Any
 
 from jradix.errors import GrammarError, GrammarTooLarge
-from jradix.grammar.language import Lang, alt, both, byte_set, epsilon, nothing, optional, repeat, seq, text
+from jradix.grammar.language import Lang, alt, both, byte_set, epsilon, nothing, optional, repeat, residues, seq, text
 
 MAX_LISTED = 4096
-MAX_RESIDUE_STATES = 4096
-MAX_INTEGER_DIGITS = 15
+MAX_RESIDUES = 4096
 MAX_BOUND_DIGITS = 400
 
 
@@ -60,17 +61,27 @@ class Numbers:
                     or (self.only is not None and value not in self.only) or value in self.excluded)
 
     @property
+    def step(self) -> Fraction | None:
+        """All of them are multiples of this, the least common multiple of `multiples`; None when there are none."""
+        return reduce(_common_multiple, self.multiples) if self.multiples else None
+
+    @property
     def listed(self) -> list[Fraction] | None:
         """All of them in order where they are few, else None."""
         if self.only is not None:
             return sorted(value for value in self.only if self.holds(value))
+        step = self.step
+        if step is not None and (any((step / other).denominator == 1 for other in self.not_multiples)
+                                 or (self.integer is False and step.denominator == 1)):
+            return []
         if self.low is None or self.high is None:
             return None
         if self.low == self.high:
             return [self.low] if self.holds(self.low) else []
         if self.low > self.high:
             return []
-        step = max(self.multiples, default=Fraction(1)) if self.multiples or self.integer else None
+        if self.integer:
+            step = Fraction(1) if step is None else _common_multiple(step, Fraction(1))
         if step is None:
             return None
         first, last = -(-self.low // step), self.high // step
@@ -84,6 +95,11 @@ class Numbers:
 
 
 ANY_NUMBER = Numbers()
+
+
+def _common_multiple(first: Fraction, second: Fraction) -> Fraction:
+    """The smallest number that is an integer multiple of both."""
+    return Fraction(math.lcm(first.numerator, second.numerator), math.gcd(first.denominator, second.denominator))
 
 
 def exact(value: Any, place: str) -> Fraction:
@@ -105,7 +121,10 @@ def number_language(numbers: Numbers, place: str) -> Lang:
         return _FREE
     listed = numbers.listed
     if listed is not None:
-        return alt(*(text(decimal(value)) for value in listed))
+        # A number that may have a fraction may be written with one: 1 is 1.0, and so is it in many documents.
+        zero = epsilon() if numbers.integer else optional(text(".0"))
+        return alt(*(text(decimal(value)) for value in listed if value.denominator > 1),
+                   *(seq(text(decimal(value)), zero) for value in listed if value.denominator == 1))
     _check_digits(numbers, place)
     parts = [_INTEGER if numbers.integer or (numbers.integer is None and _whole(numbers)) else _DECIMAL]
     if numbers.integer is False:
@@ -115,16 +134,17 @@ def number_language(numbers: Numbers, place: str) -> Lang:
     if numbers.high is not None:
         parts.append(_at_most(numbers.high, numbers.high_open))
     whole = parts[0] is _INTEGER
-    steps = {step for step in numbers.multiples if not (whole and step.numerator == 1)}
-    parts += [_multiples(step, True, whole, place) for step in sorted(steps)]
-    parts += [_multiples(step, False, whole, place) for step in sorted(numbers.not_multiples)]
+    step = numbers.step
+    if step is not None and not (whole and step.numerator == 1):
+        parts.append(_multiples(step, True, whole, place))
+    parts += [_multiples(other, False, whole, place) for other in sorted(numbers.not_multiples)]
     parts += [alt(_at_least(value, True), _at_most(value, True)) for value in sorted(numbers.excluded)]
     return both(*parts)
 
 
 def _whole(numbers: Numbers) -> bool:
     """Does a multiple already make every value an integer?"""
-    return any(step.denominator == 1 for step in numbers.multiples)
+    return numbers.step is not None and numbers.step.denominator == 1
 
 
 def _tighter(first: tuple[Fraction | None, bool], second: tuple[Fraction | None, bool], sign: int
@@ -239,26 +259,22 @@ def _fraction_below(fraction: str, is_open: bool) -> Lang:
 def _multiples(step: Fraction, wanted: bool, whole: bool, place: str) -> Lang:
     """Decimals that are (are not) integer multiples of `step`; integers only when `whole`.
 
-    A remainder that the last digits decide needs no counting; else it is followed digit by digit, up to 15 digits.
+    A remainder that the last digits decide needs no following; else there is a state for each.
     """
     places = 0 if whole and step.denominator == 1 else _scale(step)
     modulus = int(step * 10**places)
-    after = [_after_digits(r, places, modulus, wanted, whole) for r in range(min(modulus, MAX_RESIDUE_STATES + 1))]
+    if modulus > MAX_RESIDUES:
+        raise GrammarTooLarge(f"{place}/multipleOf: {decimal(step)} has more than {MAX_RESIDUES} remainders to follow; "
+                              "give bounds that leave few values, or use the matcher")
+    after = [_after_digits(r, places, modulus, wanted, whole) for r in range(modulus)]
     power = next((i for i in range(4) if 10**i % modulus == 0), None)
     if power is not None:
         endings = [seq(text(str(n).rjust(power, "0") if power else ""), after[n % modulus]) for n in range(10**power)]
         short = [seq(text(str(n)), after[n % modulus]) for n in range(10**power)] if power else []
         magnitude = alt(seq(_LEADING, repeat(_DIGIT, 0), alt(*endings)), *short) if power else seq(_WHOLE, after[0])
         return seq(_SIGN, magnitude)
-    length = min(MAX_INTEGER_DIGITS, MAX_RESIDUE_STATES // modulus)
-    if length < 1 or 10**length <= modulus:
-        raise GrammarTooLarge(f"{place}/multipleOf: {decimal(step)} needs more than {MAX_RESIDUE_STATES} states; "
-                              "give bounds that leave few values, or use the matcher")
-    level = after
-    for _ in range(length - 1):
-        level = [alt(after[r], *(seq(_digits(d, d), level[(r * 10 + d) % modulus]) for d in range(10)))
-                 for r in range(modulus)]
-    return seq(_SIGN, alt(seq(text("0"), after[0]), *(seq(_digits(d, d), level[d % modulus]) for d in range(1, 10))))
+    return seq(_SIGN, alt(seq(text("0"), after[0]),
+                          *(seq(_digits(d, d), residues(after, d % modulus)) for d in range(1, 10))))
 
 
 def _after_digits(remainder: int, places: int, modulus: int, wanted: bool, whole: bool) -> Lang:

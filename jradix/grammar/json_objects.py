@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Callable, NamedTuple
 
 from jradix.errors import GrammarTooLarge
@@ -13,7 +12,8 @@ from jradix.grammar.json_values import Arrays, Count, Keys, Objects, join
 from jradix.grammar.language import (Lang, alt, both, but_not, epsilon, nothing, optional, repeat, seq, text,
                                      utf8_strings)
 
-MAX_KEY_SETS = 6
+MAX_KEY_SETS = 24
+MAX_KEY_REGIONS = 128
 MAX_ANY_ORDER = 6
 MAX_SOME = 4
 MAX_UNIQUE = 10
@@ -60,7 +60,7 @@ def plan_object(objects: Objects, keywords: Keywords, strings: StringWriter, *, 
       closed: keys that no rule speaks of are refused where any are declared.
 
     Raises:
-      GrammarTooLarge: more than 6 overlapping key patterns.
+      GrammarTooLarge: too many key patterns, or too many ways in which they overlap.
     """
     names = dict.fromkeys(name for rule in objects.rules + objects.some if not rule.keys.outside
                           for name in sorted(rule.keys.names))
@@ -79,11 +79,7 @@ def plan_object(objects: Objects, keywords: Keywords, strings: StringWriter, *, 
         raise GrammarTooLarge(f"{place}: {len(sets)} key patterns that may overlap, more than {MAX_KEY_SETS}")
     taken = alt(*map(text, names))
     found: dict[tuple[Conjunction, tuple[bool, ...]], list[Lang]] = {}
-    for inside in product((True, False), repeat=len(sets)):
-        region = dict(zip(sets, inside, strict=True))
-        if any(not is_in and keys.outside and not keys.languages and keys.names <= names.keys()
-               for keys, is_in in region.items()):
-            continue
+    for region, keys in _regions(sets, taken, frozenset(names), strings, place):
         value: Conjunction = ()
         for rule in objects.rules:
             if region.get(rule.keys):
@@ -91,16 +87,33 @@ def plan_object(objects: Objects, keywords: Keywords, strings: StringWriter, *, 
         spoken = any(region.get(rule.keys) for rule in objects.rules)
         if keywords.is_empty(value) or (closed and names and not spoken):
             continue
-        keys = _region(region, taken)
-        if not strings.is_empty(keys):
-            some = tuple(bool(region.get(rule.keys)) for rule in objects.some)
-            found.setdefault((value, some), []).append(keys)
+        some = tuple(bool(region.get(rule.keys)) for rule in objects.some)
+        found.setdefault((value, some), []).append(keys)
     others = tuple(Member(alt(*keys), value, False, some) for (value, some), keys in found.items())
     return ObjectPlan(tuple(declared), others, True)
 
 
 def _is_spoken_of(objects: Objects, name: str, strings: StringWriter) -> bool:
     return any(rule.keys.contains(name, strings.accepts) for rule in objects.rules)
+
+
+def _regions(sets: list[Keys], taken: Lang, names: frozenset[str], strings: StringWriter, place: str
+             ) -> list[tuple[dict[Keys, bool], Lang]]:
+    """The parts into which `sets` divide the keys that are not `taken`: which sets a part is in, and its keys."""
+    regions: list[tuple[dict[Keys, bool], Lang]] = [({}, _region({}, taken))]
+    for keys in sets:
+        has_all_others = keys.outside and not keys.languages and keys.names <= names
+        found = []
+        for region, _ in regions:
+            for is_in in (True,) if has_all_others else (True, False):
+                part = region | {keys: is_in}
+                language = _region(part, taken)
+                if not strings.is_empty(language):
+                    found.append((part, language))
+        regions = found
+        if len(regions) > MAX_KEY_REGIONS:
+            raise GrammarTooLarge(f"{place}: key patterns that overlap in more than {MAX_KEY_REGIONS} ways")
+    return regions
 
 
 def _region(region: dict[Keys, bool], taken: Lang) -> Lang:

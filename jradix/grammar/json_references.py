@@ -6,7 +6,7 @@ import json
 from typing import Any, Iterator, NamedTuple
 from urllib.parse import unquote, urljoin
 
-from jradix.errors import GrammarError, GrammarTooLarge
+from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 
 MAX_NESTING = 96
 DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
@@ -93,6 +93,10 @@ class Document:
             self._keep.append(schema)
         return node
 
+    def base_of(self, schema: dict[str, Any], around: str) -> str:
+        """The URI of the resource a schema of the document belongs to; `around` for one not registered."""
+        return self._bases.get(id(schema), around)
+
     def child(self, node: Node, *keys: str | int) -> Node:
         """The schema at `keys` below `node`."""
         schema: Any = node.schema
@@ -119,7 +123,8 @@ class Document:
     def either(self, first: Node, second: Node) -> Node:
         """A node that says `anyOf` of the two."""
         if first.base != second.base:
-            raise GrammarError(f"{first.path}: combined with {second.path} of another resource; put both into one")
+            raise GrammarUnsupported(f"{first.path}: combined with {second.path} of another resource; "
+                                     "put both into one")
         return self.node({"anyOf": [first.schema, second.schema]}, first.base, first.path)
 
     def resolve(self, node: Node, keyword: str) -> Node:
@@ -158,8 +163,8 @@ class Document:
         """A dynamic reference is a plain one when no other resource could catch it."""
         places = self._dynamic.get(fragment, 0)
         if places > 1:
-            raise GrammarError(f"{place}: {reference!r} depends on the dynamic scope, which no automaton follows; "
-                               "use $ref")
+            raise GrammarUnsupported(f"{place}: {reference!r} depends on the dynamic scope, which no automaton "
+                                     "follows; use $ref")
 
     def _register(self, schema: Any, base: str, path: str) -> None:
         if not isinstance(schema, dict):
@@ -183,11 +188,12 @@ class Document:
                     self._dynamic[schema[keyword]] = self._dynamic.get(schema[keyword], 0) + 1
         if schema.get("$recursiveAnchor") is True and draft == 2019:
             self._dynamic[""] = self._dynamic.get("", 0) + 1
-        for value, place in _below(schema):
+        for value, place in below(schema):
             self._register(value, base, path + place)
 
 
-def _below(schema: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+def below(schema: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """The schemas directly inside one, each with its place in it."""
     for keyword in _ONE:
         if isinstance(schema.get(keyword), dict):
             yield schema[keyword], f"/{keyword}"

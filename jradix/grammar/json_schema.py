@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Iterator
 
-from jradix.errors import GrammarError, GrammarTooLarge
+from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from jradix.grammar.json_keywords import Keywords
 from jradix.grammar.json_numbers import ANY_NUMBER, number_language
 from jradix.grammar.json_objects import ObjectPlan, Punctuation, array_language, object_language, plan_object
@@ -39,21 +39,23 @@ class JsonOptions:
       strict: objects that declare properties allow no others unless `additionalProperties` says so.
       lenient: keywords that cannot be enforced are ignored and listed in the report instead of being refused.
       formats: enforce `format`; False reads it as an annotation.
-      max_depth: how deep a recursive definition is followed, and a free value nested at most.
+      max_depth: how deep a recursive definition is followed, and a free value nested at most; None for any depth, which
+        no automaton follows.
     """
     whitespace: str | int | tuple[str, str] = "compact"
     property_order: str = "declared"
     strict: bool = False
     lenient: bool = False
     formats: bool = True
-    max_depth: int = 5
+    max_depth: int | None = 5
 
     def __post_init__(self) -> None:
         self.separators()
         if self.property_order not in ("declared", "any"):
             raise ValueError(f'property_order={self.property_order!r}: expected "declared" or "any"')
-        if isinstance(self.max_depth, bool) or not isinstance(self.max_depth, int) or not 0 <= self.max_depth <= 64:
-            raise ValueError(f"max_depth={self.max_depth!r}: expected an integer from 0 to 64")
+        depth = 0 if self.max_depth is None else self.max_depth
+        if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= 64:
+            raise ValueError(f"max_depth={self.max_depth!r}: expected an integer from 0 to 64, or None")
 
     def separators(self) -> tuple[str, str, int]:
         """(item separator, key separator, blanks allowed)."""
@@ -103,8 +105,9 @@ def schema_to_language(schema: dict[str, Any] | bool, *, options: JsonOptions = 
       report: filled with what was ignored or cut.
 
     Raises:
-      GrammarError: malformed, not enforceable (with its JSON pointer path), or plainly unsatisfiable. An unsatisfiable
-        schema that only an automaton can tell is found when the language is compiled.
+      GrammarError: malformed, or plainly unsatisfiable. An unsatisfiable schema that only an automaton can tell is
+        found when the language is compiled.
+      GrammarUnsupported: not enforceable by an automaton; with the JSON pointer path.
       GrammarTooLarge: too many alternatives, states or levels.
     """
     try:
@@ -134,14 +137,20 @@ class _SchemaWriter:
 
     def language(self) -> Lang:
         edges = self._explore()
+        has_free_values = not self._root or any(not child for children in edges.values() for child in children)
         depth = self._options.max_depth
+        if depth is None:
+            if has_free_values or self._heads:
+                places = ", ".join(self._report.recursive[:3]) or "free values"
+                raise GrammarUnsupported(f"max_depth=None with {places}: no automaton follows values to any depth")
+            depth = 0
         expected = self._expected_states(edges, depth, 0)
         if expected > HOPELESS_STATES:
             raise GrammarTooLarge(f"about {expected:,} states expected with recursion to max_depth={depth}, more than "
                                   f"{HOPELESS_STATES:,}; give a smaller max_depth or use the matcher")
-        if not self._root or any(not child for children in edges.values() for child in children):
-            free, bound = min(MIN_FREE_DEPTH, self._options.max_depth), max(FREE_VALUE_STATES, expected * 3 // 2)
-            while free < self._options.max_depth and self._expected_states(edges, depth, free + 1) <= bound:
+        if has_free_values:
+            free, bound = min(MIN_FREE_DEPTH, depth), max(FREE_VALUE_STATES, expected * 3 // 2)
+            while free < depth and self._expected_states(edges, depth, free + 1) <= bound:
                 free += 1
             self._report.free_value_depth = free
         found = self._value(self._root, depth)
@@ -151,7 +160,7 @@ class _SchemaWriter:
 
     def _refuse(self, place: str, reason: str) -> None:
         if not self._options.lenient:
-            raise GrammarError(f"{place}: {reason}; leave it out, or pass lenient=True to ignore it")
+            raise GrammarUnsupported(f"{place}: {reason}; leave it out, or pass lenient=True to ignore it")
         line = f"{place}: {reason}"
         if line not in self._report.not_enforced:
             self._report.not_enforced.append(line)

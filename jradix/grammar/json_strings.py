@@ -8,10 +8,11 @@ printable characters are not written.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
-from jradix.errors import GrammarError
-from jradix.grammar.dfa import Dfa, compile_language
+from jradix.errors import GrammarError, GrammarTooLarge
+from jradix.grammar.dfa import Dfa, compile_language, is_empty_language
 from jradix.grammar.language import Lang, alt, both, but_not, repeat, seq, text, unmarked, utf8_strings
 from jradix.grammar.limits import GrammarLimits
 
@@ -25,11 +26,11 @@ class StringWriter:
     """Writes languages of decoded text as JSON strings and answers questions about them, each once.
 
     Args:
-      limits: of the small automata that the questions need.
+      limits: of the small automata that the questions need; all of them together may do half of `max_work`.
     """
 
     def __init__(self, limits: GrammarLimits) -> None:
-        self._limits = limits
+        self._limits, self._work_left = limits, limits.max_work // 2
         self._written: dict[int, Lang] = {}
         self._automata: dict[int, Dfa] = {}
         self._empty: dict[int, bool] = {}
@@ -55,7 +56,13 @@ class StringWriter:
             return content.is_nothing
         if id(content) not in self._empty:
             self._keep.append(content)
-            self._empty[id(content)] = compile_language(content, self._limits, allow_empty=True).num_states == 0
+            limits = replace(self._limits, max_work=max(self._work_left, 1))
+            try:
+                self._empty[id(content)], work = is_empty_language(content, limits)
+            except GrammarTooLarge:
+                raise GrammarTooLarge("finding out which patterns of texts and keys overlap takes more than half of "
+                                      f"max_work={self._limits.max_work:,} steps; use fewer or simpler ones") from None
+            self._work_left -= work
         return self._empty[id(content)]
 
     def _escaped(self, part: Lang) -> Lang:

@@ -77,6 +77,8 @@ class _Forcing:
         step = alive.argmax(axis=1)
         self.forced_byte = np.array([bytes_of[0] if bytes_of else 0 for bytes_of in self.members])[step]
         self.forced_next = self.next_state[np.arange(len(step)), step]
+        # The three as lists, which are quicker to walk along
+        self.forced_way = self.is_forced.tolist(), self.forced_byte.tolist(), self.forced_next.tolist()
         sources, classes = np.nonzero(alive)
         targets = self.next_state[sources, classes]
         order = np.argsort(targets, kind="stable")
@@ -88,8 +90,10 @@ class _Forcing:
         self.encoded: dict[bytes, dict[int, int] | None] = {}
         self.tokens_over: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
         self.continuations_of: dict[int, tuple[bytes, ...]] = {}
-        self.following_of: dict[tuple[int, bytes], Following] = {}
-        self.kept_of: dict[tuple[Following, bytes], int] = {}
+        self.borders_of: dict[tuple[bytes, bytes], dict[int, int] | None] = {}
+        self.following_of: dict[tuple[int, bytes], tuple[int, Following]] = {}      # by end and text of a stretch
+        self.numbered: dict[Following, tuple[int, Following]] = {}
+        self.kept_of: dict[tuple[int, bytes], int] = {}
         # A tokenizer that puts a space before every text gets a line break to put it before.
         self.lead = "" if self._bytes_of(vocabulary.encode("a")) == b"a" else "\n"
 
@@ -119,11 +123,12 @@ class _Forcing:
 
     def _stretch(self, state: int) -> Stretch:
         text, states = bytearray(), []
-        while self.is_forced[state] and len(text) < WINDOW_BYTES:
+        is_forced, forced_byte, forced_next = self.forced_way
+        while is_forced[state] and len(text) < WINDOW_BYTES:
             states.append(state)
-            text.append(int(self.forced_byte[state]))
-            state = int(self.forced_next[state])
-        is_whole = not self.is_forced[state]
+            text.append(forced_byte[state])
+            state = forced_next[state]
+        is_whole = not is_forced[state]
         if num_cut := _num_begun(text):
             state = states[-num_cut]
             del text[-num_cut:], states[-num_cut:]
@@ -163,15 +168,15 @@ class _Forcing:
         if not stretch.is_whole:
             limit = WINDOW_BYTES - MARGIN_BYTES
         else:
-            following = self._following(stretch)
-            key = (following, (context + stretch.text)[-TAIL_BYTES:])
+            number, following = self._following(stretch)
+            key = (number, (context + stretch.text)[-TAIL_BYTES:])
             if key not in self.kept_of:
                 self.kept_of[key] = length - self._last_common_border(stretch.text, context, borders, following)
             limit = length - self.kept_of[key]
         return max((end for end in borders if end <= limit), default=0)
 
-    def _following(self, stretch: Stretch) -> Following:
-        """What may come after the stretch, as far as its tokens are concerned."""
+    def _following(self, stretch: Stretch) -> tuple[int, Following]:
+        """What may come after the stretch, as far as its tokens are concerned, and a number for it."""
         key = (stretch.end, stretch.text)
         if key not in self.following_of:
             over = []
@@ -180,7 +185,8 @@ class _Forcing:
                 tokens = self._running_over(stretch.end, stretch.text[at:])
                 if tokens:
                     over.append((at, tokens))
-            self.following_of[key] = Following(self._continuations(stretch.end), tuple(over))
+            found = Following(self._continuations(stretch.end), tuple(over))
+            self.following_of[key] = self.numbered.setdefault(found, (len(self.numbered), found))
         return self.following_of[key]
 
     def _last_common_border(self, text: bytes, context: bytes, base: dict[int, int], following: Following) -> int:
@@ -224,13 +230,15 @@ class _Forcing:
 
         Borders inside the context are left out. None: not whole characters, or the tokenizer changes the text.
         """
-        whole = context + text
-        if whole not in self.encoded:
-            self.encoded[whole] = self._encode(whole)
-        found = self.encoded[whole]
-        if found is None:
-            return None
-        return {at - len(context): token for at, token in found.items() if at >= len(context)}
+        key = context, text
+        if key not in self.borders_of:
+            whole = context + text
+            if whole not in self.encoded:
+                self.encoded[whole] = self._encode(whole)
+            found = self.encoded[whole]
+            self.borders_of[key] = None if found is None else {
+                at - len(context): token for at, token in found.items() if at >= len(context)}
+        return self.borders_of[key]
 
     def _encode(self, whole: bytes) -> dict[int, int] | None:
         try:

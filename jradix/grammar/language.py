@@ -19,7 +19,7 @@ MAX_CODE_POINT = 0x10FFFF
 NUM_BYTES = 256
 FLAT_PARTS = 32     # longer sequences and alternatives are kept nested: copying them at each call would be quadratic
 
-Kind = Literal["bytes", "text", "words", "seq", "alt", "repeat", "both", "but_not", "unmarked"]
+Kind = Literal["bytes", "text", "words", "seq", "alt", "repeat", "both", "but_not", "unmarked", "residues"]
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -33,7 +33,8 @@ class Lang:
         text: exactly the bytes `value`; words: one of the sorted byte strings `value`;
         seq, alt, both: all `parts` after one another, any of them, all at once;
         repeat: `parts[0]`, `value` = (low, high) times, high None for no bound;
-        but_not: `parts[0]` without `parts[1]`; unmarked: `parts[0]` with the marks taken out.
+        but_not: `parts[0]` without `parts[1]`; unmarked: `parts[0]` with the marks taken out;
+        residues: decimal digits, then `parts[r]`; r starts as `value`, each digit d makes it (10 r + d) % len(parts).
       nullable: exactly whether the empty string belongs.
       shortest: a lower bound on the number of bytes of every string that belongs.
     """
@@ -247,6 +248,13 @@ def mark(number: int) -> Lang:
 def unmarked(part: Lang, *, nullable: bool) -> Lang:
     """The strings of `part` with all marks taken out. The caller knows whether the empty string is then among them."""
     return Lang("unmarked", (), (part,), nullable, part.shortest)
+
+
+def residues(after: Sequence[Lang], start: int = 0) -> Lang:
+    """Decimal digits, also none, that go on the number `start`, then `after[r]`: the number modulo len(after) is r."""
+    if not 0 <= start < len(after):
+        raise ValueError(f"start={start}: expected 0 <= start < {len(after)}, the modulus")
+    return Lang("residues", start, tuple(after), after[start].nullable, min(part.shortest for part in after))
 
 
 def merged_ranges(ranges: Ranges) -> tuple[tuple[int, int], ...]:

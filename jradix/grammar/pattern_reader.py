@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from jradix.errors import GrammarError
+from jradix.errors import GrammarError, GrammarUnsupported
 
 SHOWN_PATTERN = 80      # characters of a long pattern that an error quotes
 
@@ -53,11 +53,14 @@ class PatternReader:
         return self.pattern[self.at]
 
     def refuse(self, construct: str, position: int) -> NoReturn:
-        """Raises the error about a construct that is understood and not supported."""
-        self.fail(f"{construct} is not supported in the constraint of an output; write the expression without it",
-                  position)
+        """Raises the error about a construct that is understood and not supported.
 
-    def fail(self, message: str, position: int) -> NoReturn:
-        """Raises GrammarError with the pattern and the position."""
+        It is GrammarUnsupported by ECMAScript's rules, those of JSON schemas: another engine may follow the schema.
+        """
+        self.fail(f"{construct} is not supported in the constraint of an output; write the expression without it",
+                  position, GrammarUnsupported if self.is_ecma else GrammarError)
+
+    def fail(self, message: str, position: int, error: type[GrammarError] = GrammarError) -> NoReturn:
+        """Raises an error with the pattern and the position."""
         shown = self.pattern if len(self.pattern) <= SHOWN_PATTERN else f"{self.pattern[:SHOWN_PATTERN]}..."
-        raise GrammarError(f"regex {shown!r}, position {position}: {message}")
+        raise error(f"regex {shown!r}, position {position}: {message}")

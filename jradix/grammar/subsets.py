@@ -46,7 +46,7 @@ class Subsets:
         self._depths: list[int] = []                    # how many products are nested
         self._starts: list[tuple[int, object]] = []     # (node, position) of the term that begins the node
         self._node_ids: dict[tuple, int] = {}
-        self._families: dict[int, int] = {}             # part -> the node that stands for all repeats of it
+        self._families: dict[tuple[int, ...], int] = {}     # parts -> the node that stands for all repeats of them
         self._terms: list[tuple[int, object, int]] = [(-1, None, END)]
         self._accepts: list[bool] = [True]
         self._steps: list[Row | None] = [[]]
@@ -111,7 +111,9 @@ class Subsets:
         self._parts.append(parts)
         self._nullables.append(is_nullable)
         if kind == "repeat":                            # the counts are the position: equal rests are equal terms
-            start = self._families.setdefault(parts[0], number), value
+            start = self._families.setdefault(parts, number), value
+        elif kind == "residues":
+            start = self._families.setdefault(("residues", *parts), number), value
         else:
             start = number, 0 if kind == "text" else (0, len(value), 0) if kind == "words" else None
         self._starts.append(start)
@@ -142,6 +144,8 @@ class Subsets:
             return position[0] == 0
         if kind == "words":
             return len(self._values[node][position[0]]) == position[2]
+        if kind == "residues":
+            return self._nullables[self._parts[node][position]]
         if kind in PRODUCTS and position is not None:
             accepts = self._set_accepts
             if kind == "both":
@@ -199,6 +203,11 @@ class Subsets:
                 low, high = position
                 rest = term(node, (max(low - 1, 0), None if high is None else high - 1), tail)
                 stack.append((*starts[parts[node][0]], rest))
+            elif kind == "residues":
+                modulus = len(parts[node])
+                for digit in range(10):
+                    steps.append((1 << 48 + digit, term(node, (position * 10 + digit) % modulus, tail)))
+                stack.append((*starts[parts[node][position]], tail))
             else:
                 if position is None:
                     position = tuple(self._set_of(term(*starts[part], END)) for part in parts[node])
@@ -299,11 +308,15 @@ class Subsets:
         for mask in by_mask:
             are_disjoint = are_disjoint and not union & mask
             union |= mask
-        masks: dict[int, int] = {}
+        masks, set_ids = dict[int, int](), self._set_ids
         for mask, rests in by_mask.items() if are_disjoint else self._disjoint(by_mask):
-            unique = set(rests)
-            set_id = self._set_of(rests[0] if len(unique) == 1 else tuple(sorted(unique)))
-            masks[set_id] = masks.get(set_id, 0) | mask
+            if len(rests) == 1 or len(unique := set(rests)) == 1:
+                set_id = set_ids.get(rests[0])
+                if set_id is None:
+                    set_id = self._set_of(rests[0])
+            else:
+                set_id = self._set_of(tuple(sorted(unique)))
+            masks[set_id] = masks[set_id] | mask if set_id in masks else mask
             num_steps += len(rests)
         self._spend(num_steps + 4)
         return [(mask, set_id) for set_id, mask in masks.items()]

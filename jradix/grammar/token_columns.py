@@ -20,7 +20,8 @@ MAX_SLICE = 8_192               # states walked together
 MAX_LEVEL_PAIRS = 1 << 22       # alive pairs of one trie level; beyond it the slice is cut into PARTS
 PARTS = 8
 MIN_SLICE = 64
-MAX_WORK = 20_000_000           # alive pairs of a whole walk; a count, so that the verdict is always the same
+MAX_WORK = 100_000_000          # alive pairs of a whole walk; a count, so that the verdict is always the same
+DEEP, FEW_NODES = 16, 64        # so deep, so few trie nodes are mostly long runs, cheaper one by one
 DENSE_DEGREES = (4, 32)         # alive bytes of a state; states of like degree are walked together
 
 
@@ -91,14 +92,21 @@ def _walk(dfa: Dfa, vocabulary: Vocabulary, live: np.ndarray, states: np.ndarray
     nodes, node_column = np.zeros(1, np.int64), np.zeros(1, np.int64)
     ended: list[Columns] = []
     column_of_node = np.full(len(trie.byte), -1, np.int64)
-    num_ended = 0
+    num_ended = depth = 0
     while True:
+        if depth >= DEEP and len(nodes) <= FEW_NODES:
+            deep, deep_nodes, column = _walk_deep(dfa, vocabulary, frontier, nodes, node_column, work)
+            column_of_node[deep_nodes] = num_ended + column
+            ended.append(deep)
+            num_ended += len(deep.starts) - 1
+            break
+        depth += 1
         counts = trie.num_children[nodes]
         children = _ranges(trie.first_child[nodes], counts)
         if not children.size:
             break
         key = np.repeat(node_column, counts) * num_classes + dfa.byte_class[trie.byte[children]]
-        pairs, pair = _distinct(key, (len(frontier.starts) - 1) * num_classes)
+        pairs, pair = distinct_below(key, (len(frontier.starts) - 1) * num_classes)
         column, step = np.divmod(pairs, num_classes)
         lengths = np.diff(frontier.starts)[column]
         if lengths.sum() > MAX_LEVEL_PAIRS and len(states) > MIN_SLICE:
@@ -115,7 +123,7 @@ def _walk(dfa: Dfa, vocabulary: Vocabulary, live: np.ndarray, states: np.ndarray
         is_alive = node_column >= 0
         nodes, node_column = children[is_alive], node_column[is_alive]
         has_token = trie.has_token[nodes]
-        used, column = _distinct(node_column[has_token], len(frontier.starts) - 1)
+        used, column = distinct_below(node_column[has_token], len(frontier.starts) - 1)
         column_of_node[nodes[has_token]] = num_ended + column
         ended.append(frontier.take(used))
         num_ended += len(used)
@@ -130,6 +138,46 @@ def _walk(dfa: Dfa, vocabulary: Vocabulary, live: np.ndarray, states: np.ndarray
     ends_at = column_of_node[trie.token_node[has_bytes]]
     token_column[has_bytes] = np.where(ends_at < 0, -1, np.append(new_id, -1)[ends_at])
     return Slice(states, columns, token_column)
+
+
+def _walk_deep(dfa: Dfa, vocabulary: Vocabulary, frontier: Columns, nodes: np.ndarray, node_column: np.ndarray,
+               work: _Work) -> tuple[Columns, np.ndarray, np.ndarray]:
+    """Goes on from `nodes` node by node: columns of those below that end a token, these nodes, the column of each."""
+    trie, table, byte_class = vocabulary.trie, dfa.next_state, dfa.byte_class
+    maps = [(frontier.sources[begin:end], frontier.targets[begin:end])
+            for begin, end in zip(frontier.starts.tolist(), frontier.starts[1:].tolist())]
+    number_of: dict[tuple[bytes, bytes], int] = {}
+    stepped: dict[tuple[int, int], int] = {}            # (map, byte class) -> map, -1 where no state is left
+    found: list[tuple[int, int]] = []
+    stack = list(zip(nodes.tolist(), node_column.tolist()))
+    while stack:
+        node, number = stack.pop()
+        first = int(trie.first_child[node])
+        for child in range(first, first + int(trie.num_children[node])):
+            step = int(byte_class[trie.byte[child]])
+            target = stepped.get((number, step))
+            if target is None:
+                sources, targets = maps[number]
+                work.spend(len(sources))
+                targets = table[targets, step]
+                alive = targets >= 0
+                pair = sources[alive], targets[alive]
+                target = number_of.setdefault((pair[0].tobytes(), pair[1].tobytes()), len(maps)) if alive.any() else -1
+                if target == len(maps):
+                    maps.append(pair)
+                stepped[number, step] = target
+            if target >= 0:
+                stack.append((child, target))
+                if trie.has_token[child]:
+                    found.append((child, target))
+    used = sorted({number for _, number in found})
+    place = {number: i for i, number in enumerate(used)}
+    none = np.zeros(0, np.int32)
+    columns = Columns(_starts(np.array([len(maps[number][0]) for number in used], np.int64)),
+                      np.concatenate([none, *(maps[number][0] for number in used)]),
+                      np.concatenate([none, *(maps[number][1].astype(np.int32) for number in used)]))
+    return columns, np.array([node for node, _ in found], np.int64), \
+        np.array([place[number] for _, number in found], np.int64)
 
 
 def merge(columns: Columns) -> tuple[Columns, np.ndarray]:
@@ -220,7 +268,7 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(lengths))
 
 
-def _distinct(key: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def distinct_below(key: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """The different values of `key`, all in [0, limit), ascending, and which of them each is."""
     if limit > 8 * len(key) + (1 << 20):
         return np.unique(key, return_inverse=True)

@@ -6,6 +6,7 @@ device's arena is `table_pool.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from jradix.errors import GrammarError, GrammarTooLarge
 from jradix.grammar.dfa import Dfa
 from jradix.grammar.jump import canonical_forced_tokens
 from jradix.grammar.limits import GrammarLimits
-from jradix.grammar.token_columns import Slice, distinct, live_over_single_bytes, live_over_tokens, reach, walk_slices
+from jradix.grammar.token_columns import (Slice, distinct, distinct_below, live_over_single_bytes, live_over_tokens,
+                                          reach, walk_slices)
 from jradix.grammar.vocabulary import WORD_BITS, Vocabulary
 
 REJECT = 0xFFFF                     # as a next state
@@ -88,6 +90,14 @@ class TokenTables:
             steps = (self.byte_tables.byte_class, self.byte_tables.next_state)
         return sum(a.nbytes for a in (self.mask_rows[1:], self.state_row, self.accepting, self.forced_token,
                                       self.may_jump, *steps))
+
+    @cached_property
+    def is_end(self) -> np.ndarray:
+        """bool[Q]: the text is complete in this state, and nothing can follow it."""
+        ids = np.array(self.eos_ids, np.int64)
+        only_ends = np.zeros(self.mask_rows.shape[1], np.uint32)
+        np.bitwise_or.at(only_ends, ids % len(only_ends), np.uint32(1) << (ids // len(only_ends)).astype(np.uint32))
+        return self.accepting & (self.mask_rows == only_ends).all(axis=1)[self.state_row]
 
     def allowed_ids(self, state: int) -> np.ndarray:
         """Ids of the tokens allowed in `state`, ascending."""
@@ -187,8 +197,9 @@ class _Assembly:
 
     def _add_classes(self, part: Slice) -> None:
         """Splits the token classes by the columns of `part`; keeps `part` while the transitions fit the budget."""
-        key = self.token_class * (len(part.columns.starts)) + part.token_column + 1
-        used, self.token_class = np.unique(key, return_inverse=True)
+        num_kinds = len(part.columns.starts)            # of columns, and none
+        key = self.token_class * num_kinds + part.token_column + 1
+        used, self.token_class = distinct_below(key, self.num_classes * num_kinds)
         if used[0] != 0:                     # class 0 stays the one that no state allows
             used = np.append(0, used)
             self.token_class += 1
@@ -233,8 +244,7 @@ class _Assembly:
         column = column[self.planar]
         row_ids = np.empty(len(first), np.int32)
         for begin in range(0, len(first), 64):
-            block = allowed[free[first[begin:begin + 64]]]
-            words = np.packbits(np.take(block, column, axis=1), axis=1, bitorder="little").view("<u4")
+            words = _picked_bits(allowed[free[first[begin:begin + 64]]], column).view("<u4")
             row_ids[begin:begin + 64] = [self._row(row) for row in words]
         self.state_row[states[free]] = row_ids[which]
 
@@ -264,14 +274,33 @@ class _Assembly:
 
     def _transitions(self) -> np.ndarray:
         table = np.full((self.dfa.num_states, self.num_classes), REJECT, np.uint16)
-        _, member = np.unique(self.token_class, return_index=True)
-        classes = self.token_class[member]
+        classes = np.arange(self.num_classes)
+        member = np.full(self.num_classes, -1)
+        member[self.token_class] = np.arange(len(self.token_class))         # one token of each class
+        classes, member = classes[member >= 0], member[member >= 0]
         for part in self.slices:
             columns = part.columns
             dense = np.full((len(part.states), len(columns.starts)), REJECT, np.uint16)     # the last: no column
             dense[columns.sources, columns.owner()] = columns.targets
             table[part.states[:, None], classes] = dense[:, part.token_column[member]]
         return table
+
+
+def _picked_bits(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """uint8[R, N / 8]: bit n % 8 of byte n // 8 of row r is rows[r, columns[n]]; R at most 64, N a multiple of 8.
+
+    One gather for all rows together, then 8 x 8 bits are turned at a time (Hacker's Delight, section 7-3).
+    """
+    of_column = np.zeros((rows.shape[1], 8), np.uint8)
+    packed = np.packbits(rows.T, axis=1, bitorder="little")
+    of_column[:, :packed.shape[1]] = packed
+    blocks = np.take(of_column.view("<u8")[:, 0], columns).view(np.uint8).reshape(-1, 8, 8)
+    turned = np.ascontiguousarray(blocks.transpose(2, 0, 1)[:packed.shape[1]]).view("<u8")
+    for shift, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)):
+        moved = (turned ^ turned >> np.uint64(shift)) & np.uint64(mask)
+        turned ^= moved ^ moved << np.uint64(shift)
+    by_row = turned.view(np.uint8).reshape(packed.shape[1], -1, 8).transpose(0, 2, 1)
+    return np.ascontiguousarray(by_row).reshape(8 * packed.shape[1], -1)[:len(rows)]
 
 
 def pack_rows(allowed: np.ndarray, num_words: int) -> np.ndarray:

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ PointRanges = tuple[tuple[int, int], ...]
 
 ALL: PointRanges = ((0, MAX_CODE_POINT),)
 LAST_CASED = 0x1FFFF        # no character above has another case
+EMPTY_PLANES = 0x40000, 0xE0000     # no characters from here up to there
 LONG_NAMES = {
     "Letter": "L", "Cased_Letter": "LC", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
     "Modifier_Letter": "Lm", "Other_Letter": "Lo", "Mark": "M", "Combining_Mark": "M", "Nonspacing_Mark": "Mn",
@@ -53,13 +54,13 @@ def category_ranges(name: str) -> PointRanges:
 @functools.cache
 def word_ranges() -> PointRanges:
     """What `\\w` matches in Python: letters, numbers of every kind and the underscore."""
-    return merged_ranges((*_matching(str.isalnum), (0x5F, 0x5F)))
+    return _matching(r"\w+")
 
 
 @functools.cache
 def space_ranges() -> PointRanges:
     """What `\\s` matches in Python."""
-    return _matching(str.isspace)
+    return _matching(r"\s+")
 
 
 def complement(ranges: Ranges) -> PointRanges:
@@ -100,14 +101,23 @@ def _cases(ascii_only: bool) -> tuple[list[int], dict[int, list[int]]]:
 @functools.cache
 def _categories() -> tuple[list[str], np.ndarray]:
     """Names of the general categories, and uint8[0x110000]: the number of each code point's."""
-    found = list(map(unicodedata.category, map(chr, range(MAX_CODE_POINT + 1))))
-    names = sorted(set(found))
-    number = {name: i for i, name in enumerate(names)}
-    return names, np.fromiter(map(number.__getitem__, found), np.uint8, len(found))
+    points = np.append(np.arange(EMPTY_PLANES[0]), np.arange(EMPTY_PLANES[1], MAX_CODE_POINT + 1))
+    found = np.frombuffer("".join(map(unicodedata.category, _text_of(points))).encode(), "S2")
+    names, numbers = np.unique(found, return_inverse=True)
+    names = [name.decode() for name in names.tolist()]
+    every = np.full(MAX_CODE_POINT + 1, names.index("Cn"), np.uint8)
+    every[points] = numbers
+    return names, every
 
 
-def _matching(test: Callable[[str], bool]) -> PointRanges:
-    return _runs(np.fromiter(map(test, map(chr, range(MAX_CODE_POINT + 1))), bool, MAX_CODE_POINT + 1))
+def _matching(pattern: str) -> PointRanges:
+    """The runs of characters that Python's `re` finds for `pattern` among all of them, in order."""
+    return tuple((found.start(), found.end() - 1)
+                 for found in re.finditer(pattern, _text_of(np.arange(MAX_CODE_POINT + 1))))
+
+
+def _text_of(points: np.ndarray) -> str:
+    return points.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
 
 
 def _runs(member: np.ndarray) -> PointRanges:

@@ -145,7 +145,8 @@ class ModelRunner:
             tokens, sampled, self.kv, self._rows = run(self._leaves, self.kv, self._rows, self._arena, packed.ints,
                                                        packed.row_ints, packed.row_floats)
             return StepOutput(tokens, sampled, None)
-        run = self._program(("forward", shape.num_rows, shape.num_chunk_tokens), lambda: make_forward(
+        kind = "short forward" if shape.is_short else "forward"
+        run = self._program((kind, shape.num_rows, shape.num_chunk_tokens), lambda: make_forward(
             self._merge, self.layout(shape), self._settings), (1, 2))
         done, self.kv, self._rows = run(self._leaves, self.kv, self._rows, packed.ints, packed.logit_rows)
         tokens, sampled, prompt = done.tokens, None, None
@@ -282,9 +283,9 @@ class ModelRunner:
                 progress(i, len(shapes))
             packed = self.layout(shape).allocate()
             self.layout(shape).step_batch(packed.ints).row_slots.fill(self.spare_slot)
-            has_chunks = shape.num_chunk_tokens > 0
-            self.dispatch(packed, shape, needs_sampling=not has_chunks, num_logit_rows=1)
-            if self.config.decode_steps > 1 and not has_chunks:
+            is_decode = not shape.num_chunk_tokens
+            self.dispatch(packed, shape, needs_sampling=is_decode, num_logit_rows=1)
+            if self.config.decode_steps > 1 and is_decode:
                 self.dispatch(packed, shape, num_steps=self.config.decode_steps)
         self.set_history(self.spare_slot, prompt_ids=nothing, output_ids=nothing, logit_bias={})
         if self.config.grammar_bytes:

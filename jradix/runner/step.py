@@ -106,7 +106,7 @@ def make_forward(merge: Callable[[list[Array]], Decoder], layout: StepLayout, se
         model = merge(leaves)
         batch = layout.step_batch(ints)
         hidden, kv = _run_layers(model, settings, kv, _input_tokens(batch, state), batch.page_table, batch.kv_lens,
-                                 batch.cu_q_lens, batch.num_decode[0], has_chunks=layout.shape.num_chunk_tokens > 0)
+                                 batch.cu_q_lens, batch.num_decode[0], has_chunks=layout.shape.has_chunks)
         last = jnp.clip(batch.cu_q_lens[1:] - 1, 0, layout.shape.num_tokens - 1)
         logits = _logits(model, settings, hidden[last])
         best = argmax(logits)
@@ -222,6 +222,8 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
              cu_q_lens: Array, num_decode: Array, *, has_chunks: bool) -> tuple[Array, KVCache]:
     """Runs the layers over flat tokens; all KV of the step is written before any of it is read.
 
+    Without chunks the attention takes each token as a decode row of its own, also where several belong to one row.
+
     Returns:
       float32[T, H] after the final norm, and the KV cache.
     """
@@ -232,6 +234,10 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
     is_real = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
     positions = jnp.where(is_real, kv_lens[row] - cu_q_lens[row + 1] + flat, 0)
+    if not has_chunks and num_tokens > num_rows:
+        page_table, kv_lens = page_table[:, row], jnp.where(is_real, positions + 1, 0)
+        cu_q_lens, num_decode = jnp.arange(num_tokens + 1, dtype=jnp.int32), jnp.int32(num_tokens)
+        row = flat
     pages = page_table[:, row, positions // page_size]
     write_slots = jnp.where(is_real, pages * page_size + positions % page_size, 0)    # slot 0: the scratch page
     keys, values = list(kv.k), list(kv.v)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jradix.batch import NUM_STOP_IDS, PackedBatch, PageMove, RowParams, StepLayout
+from jradix.config import SHORT_TOKENS
 from jradix.sched.request import Request
 
 NO_TOKEN = 2**30   # pads lists of token ids; beyond every vocabulary
@@ -53,7 +54,8 @@ class StepPlan:
       num_decode: leading rows with exactly one token.
       num_steps: decode steps inside the call.
       page_moves: page contents to copy before the step, in order.
-      admitted: requests that got a slot in this step; their device state is set before the step runs.
+      admitted: requests whose device state is set before the step runs: they got a slot in this step, or have tokens
+        that the device did not draw.
       num_prefill_tokens: tokens of prefill rows, for the statistics.
     """
     rows: list[Row]
@@ -66,6 +68,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def is_short(self) -> bool:
+        """No row is too long for a short step."""
+        return all(row.num_tokens <= SHORT_TOKENS for row in self.rows)
 
 
 class StepNeeds(NamedTuple):
@@ -89,10 +96,16 @@ def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> 
     needs_sampling = plan.num_steps > 1 or any(
         row.num_samples and not _takes_best(row.request, row.output_position) for row in plan.rows)
     wants_logits = any(row.first_logit is not None for row in plan.rows)
-    packed = layout.allocate(with_params=needs_sampling, with_logit_rows=wants_logits)
+    masks = {i: mask for i, row in enumerate(plan.rows) if row.num_samples and row.request.constraint is not None
+             and (mask := row.request.constraint.mask()) is not None}
+    packed = layout.allocate(with_params=needs_sampling, with_logit_rows=wants_logits, with_masks=bool(masks))
     batch = layout.step_batch(packed.ints)
     if needs_sampling:
-        _fill_params(plan, layout.row_params(packed.row_ints, packed.row_floats))
+        params = layout.row_params(packed.row_ints, packed.row_floats)
+        _fill_params(plan, params)
+        for place, (i, mask) in enumerate(masks.items(), 1):
+            packed.row_masks[place - 1] = mask
+            params.mask_places[i] = place
     batch.row_slots.fill(spare_slot)
     batch.token_src.fill(-1)
     num_logit_rows = position = 0

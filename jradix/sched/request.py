@@ -20,7 +20,22 @@ class RequestState(enum.Enum):
 
 
 class Constraint(Protocol):
-    """What the scheduler asks of a request's grammar."""
+    """What the scheduler asks of a request's grammar.
+
+    Attributes:
+      is_ready: it is compiled; until then the request waits.
+      forced_token: the token that must come next, or -1; -1 also where the request does not jump.
+      needs_token: the token being drawn must be known before the step after it is planned.
+      is_accepting: the text is complete.
+      is_finished: it is complete and nothing can follow it.
+      engine: what follows the grammar, in `CompletionOutput.grammar`'s words.
+    """
+    is_ready: bool
+    forced_token: int
+    needs_token: bool
+    is_accepting: bool
+    is_finished: bool
+    engine: str
 
     def try_acquire(self) -> bool: ...
 
@@ -31,8 +46,7 @@ class Constraint(Protocol):
     @property
     def device_state(self) -> int: ...
 
-    @property
-    def engine(self) -> str: ...
+    def mask(self) -> np.ndarray | None: ...
 
 
 class StopSearch(Protocol):
@@ -64,6 +78,10 @@ class Request:
       cache_use: what was found in the cache when it was first admitted; None before.
       young_since_s: since when only pages younger than min_ttl_s could make room for it; None: not so.
       num_passed_over: times a later request was admitted before it.
+      num_skipped_steps: steps since it jumped that had no room for its tokens.
+      num_forced: output tokens that were appended because nothing else could follow.
+      num_reported: output tokens that `Scheduler.update` has returned.
+      num_lost: tokens whose KV a preemption gave up.
     """
     request_id: int
     tokens: np.ndarray
@@ -87,6 +105,10 @@ class Request:
     num_computed_prompt: int = 0
     num_preemptions: int = 0
     num_passed_over: int = 0
+    num_skipped_steps: int = 0
+    num_forced: int = 0
+    num_reported: int = 0
+    num_lost: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     arrival_s: float = 0.0

@@ -15,7 +15,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from jradix.cache.prefix_cache import Lease, PrefixCache
-from jradix.config import EngineConfig
+from jradix.config import SHORT_TOKENS, EngineConfig, StepShapes
 from jradix.errors import OutOfPages, PagesTooYoung, RequestError
 from jradix.outputs import CacheUse
 from jradix.sched.plan import Row, StepPlan
@@ -33,6 +33,7 @@ class SchedulerCounters:
     num_cached_prompt_tokens: int = 0     # prompt tokens found in the cache
     num_recomputed_tokens: int = 0        # tokens run again after preemption
     num_generated_tokens: int = 0
+    num_forced_tokens: int = 0            # of these, appended without being drawn
     num_preemptions: int = 0
     num_finished: int = 0
 
@@ -44,9 +45,11 @@ class Scheduler:
     slot and one lease.
     """
 
-    def __init__(self, config: EngineConfig, cache: PrefixCache, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, config: EngineConfig, cache: PrefixCache, *, shapes: StepShapes | None = None,
+                 clock: Callable[[], float] = time.perf_counter):
         self.config = config
         self.cache = cache
+        self._shapes = shapes or StepShapes.for_engine(config)
         self.counters = SchedulerCounters()
         self._clock = clock
         self._waiting: OrderedDict[int, Request] = OrderedDict()
@@ -92,10 +95,10 @@ class Scheduler:
                 f"{self.pool_tokens} ({self.cache.num_pages} pages of {self.config.page_size}); shorten the prompt or "
                 "raise kv_cache_bytes")
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: str = "abort") -> None:
         """Ends a request at once; results of a step in flight for it are dropped. Does nothing when it has ended."""
         if request.state is not RequestState.FINISHED:
-            self._finish(request, "abort", commit=False)
+            self._finish(request, reason, commit=False)
 
     # -- one step
 
@@ -107,12 +110,14 @@ class Scheduler:
         self.cache.pins.expire()
         decode = self._plan_decode()
         budget = self.config.prefill_chunk_tokens
-        prefill: list[Row] = []
-        for request in [r for r in self._running if _needs_chunk(r)]:
-            if budget and (row := self._plan_chunk(request, budget)):
-                prefill.append(row)
-                budget -= row.num_tokens
-        self._admit(prefill, budget)
+        prefill, skipped = self._plan_short(len(decode), budget)
+        budget -= sum(row.num_tokens for row in prefill)
+        for request in [r for r in self._running if _needs_chunk(r) and r.num_pending > SHORT_TOKENS]:
+            budget -= self._add_chunk(prefill, request, budget)
+        budget -= self._admit(prefill, budget)
+        if any(row.num_tokens > SHORT_TOKENS for row in prefill):     # then there is room for all
+            for request in skipped:
+                budget -= self._add_chunk(prefill, request, budget)
         if not decode and not prefill and self._is_stuck():
             return self.schedule()
         num_steps = 1
@@ -154,21 +159,24 @@ class Scheduler:
                     self._finish(request, "length")
                 continue
             request.num_in_flight -= row.num_samples
-            new_tokens: list[int] = []
             for token in columns[i][:row.num_samples]:
-                request.append(token)
-                if request.constraint is not None and token not in request.stop_ids:
-                    request.constraint.advance(token)
-                new_tokens.append(token)
-                if self._has_ended(request, token):
+                if self._append(request, token):
                     break
-            self.counters.num_generated_tokens += len(new_tokens)
+            self._jump(request)
+            new_tokens = request.tokens[request.num_prompt + request.num_reported:request.num_tokens].tolist()
+            request.num_reported = request.num_output
             if request.first_token_s is None:
                 request.first_token_s = now
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
             changed.append((i, request, new_tokens))
         return changed
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True when the tokens in flight must be known before the next step is planned: a jump may follow them, or
+        the host makes the mask after them."""
+        return any(r.num_in_flight and r.constraint is not None and r.constraint.needs_token for r in self._running)
 
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call, aborted ones included, each once."""
@@ -216,6 +224,35 @@ class Scheduler:
                             request.num_output + request.num_in_flight))
         return rows
 
+    def _plan_short(self, num_rows: int, budget: int) -> tuple[list[Row], list[Request]]:
+        """Rows for what running requests lack of a few known tokens, as many as a short step beside `num_rows` decode
+        rows has room for, those that waited longest first; and the requests left out.
+
+        A row in a step that is full costs less than a larger shape for all rows.
+        """
+        rows: list[Row] = []
+        skipped: list[Request] = []
+        waiting = [r for r in self._running if _needs_chunk(r) and r.num_pending <= SHORT_TOKENS]
+        num_tokens = num_rows
+        for request in sorted(waiting, key=lambda r: -r.num_skipped_steps):
+            room = (self._shapes.short_capacity(num_rows + len(rows) + 1) or 2**30) - num_tokens
+            if rows and room < request.num_pending:
+                request.num_skipped_steps += 1
+                skipped.append(request)
+            elif num_planned := self._add_chunk(rows, request, min(room, budget)):
+                num_tokens += num_planned
+                budget -= num_planned
+        return rows, skipped
+
+    def _add_chunk(self, rows: list[Row], request: Request, budget: int) -> int:
+        """Adds the next chunk of a running request to `rows`; returns its tokens, 0 where there is no room."""
+        row = self._plan_chunk(request, budget)
+        if row is None:
+            return 0
+        request.num_skipped_steps = 0
+        rows.append(row)
+        return row.num_tokens
+
     def _plan_chunk(self, request: Request, budget: int) -> Row | None:
         """The next prefill chunk of a running request, as long as budget and pages allow."""
         n = min(request.num_tokens - request.num_computed, budget)
@@ -229,14 +266,20 @@ class Scheduler:
         return Row(request, request.num_computed, n, request.slot, int(is_last and request.num_left > 0), False,
                    request.num_output, request.first_logit)
 
-    def _admit(self, prefill: list[Row], budget: int) -> None:
-        """Starts waiting requests while slots, budget and pages last; adds their first chunks to `prefill`."""
+    def _admit(self, prefill: list[Row], budget: int) -> int:
+        """Starts waiting requests while slots, budget and pages last; adds their first chunks to `prefill`.
+
+        Returns:
+          The tokens of these chunks.
+        """
         if any(r.num_in_flight for r in self._preempted):
-            return              # they resume first, once their tokens are known: nobody takes what they gave up
-        window = list(self._preempted)
-        window += islice(self._waiting.values(), max(self.config.admission_window - len(window), 0))
-        if not (window and self._free_slots and budget):
-            return
+            return 0            # they resume first, once their tokens are known: nobody takes what they gave up
+        if not (self._free_slots and budget > 0):
+            return 0
+        window = self._admission_window()
+        if not window:
+            return 0
+        total = budget
         matched = [self.cache.num_matching_tokens(r.known_tokens, r.namespace, max_cached_tokens=r.first_logit)
                    for r in window]
         computing = [r for r in self._running if r.is_prefilling]
@@ -252,12 +295,28 @@ class Scheduler:
             for earlier, is_blocked in zip(window[:i], blocked):
                 earlier.num_passed_over += not is_blocked
             self._admitted.append(request)
-            row = self._plan_chunk(request, budget)
-            if row is None:
+            num_planned = self._add_chunk(prefill, request, budget)
+            if not num_planned:
                 break
-            prefill.append(row)
-            budget -= row.num_tokens
+            budget -= num_planned
             computing.append(request)
+        return total - budget
+
+    def _admission_window(self) -> list[Request]:
+        """The requests that may be admitted next: preempted ones, then others whose grammar is ready.
+
+        What their grammars say must come first is appended to them; one that ends with that never runs.
+        """
+        window = list(self._preempted)
+        ready = (r for r in self._waiting.values() if r.constraint is None or r.constraint.is_ready)
+        for request in list(islice(ready, max(self.config.admission_window - len(window), 0))):
+            self._jump(request)
+            if request.finish_reason is not None:
+                request.first_token_s = self._clock()
+                self._finish(request, request.finish_reason, commit=False)
+            else:
+                window.append(request)
+        return window
 
     def _is_held(self, request: Request, matched: int) -> bool:
         """True where the cache thrashes and this request would evict once more while enough others run."""
@@ -288,10 +347,11 @@ class Scheduler:
             self._preempted.remove(request)
         else:
             del self._waiting[request.request_id]
-            request.cache_use = CacheUse(lease.num_cached_tokens, lease.num_host_tokens, lease.num_copied_tokens,
-                                         lease.num_evicted_tokens)
+            found = (min(n, request.num_prompt) for n in (lease.num_cached_tokens, lease.num_host_tokens,
+                                                          lease.num_copied_tokens, lease.num_evicted_tokens))
+            request.cache_use = CacheUse(*found)      # the cache may know forced tokens after the prompt, too
             request.admitted_s = self._clock()
-            self.counters.num_cached_prompt_tokens += lease.num_cached_tokens
+            self.counters.num_cached_prompt_tokens += request.cache_use.num_cached_tokens
         request.state = RequestState.RUNNING
         request.lease = lease
         request.num_computed = lease.num_cached_tokens
@@ -329,6 +389,8 @@ class Scheduler:
         k = self.config.decode_steps
         if k == 1 or prefill or self.num_waiting:
             return False
+        if any(row.request.constraint is not None and row.request.constraint.needs_token for row in decode):
+            return False
         wanted = [(row.request.lease, row.start + min(k, row.request.num_left)) for row in decode]
         pages = sum(max(-(-tokens // self.config.page_size) - lease.num_pages, 0) for lease, tokens in wanted)
         if pages > self.cache.num_available_pages:
@@ -365,14 +427,36 @@ class Scheduler:
             num_first = max(min(row.start + row.num_tokens, request.num_prompt) - max(row.start, num_had), 0)
             request.num_computed_prompt += num_first
             self.counters.num_computed_prompt_tokens += num_first
-            self.counters.num_recomputed_tokens += row.num_tokens - num_first
+            self.counters.num_recomputed_tokens += max(
+                min(row.start + row.num_tokens, request.num_lost) - row.start, 0)
             if request.num_computed >= request.num_prompt:
                 request.first_logit = None     # all wanted prompt logits are on their way
             self.cache.commit(request.lease, request.tokens[:min(request.num_computed, request.num_tokens)])
 
+    def _append(self, request: Request, token: int) -> bool:
+        """Adds an output token; True when the request ends with it."""
+        request.append(token)
+        self.counters.num_generated_tokens += 1
+        if request.constraint is not None and token not in request.stop_ids:
+            request.constraint.advance(token)
+        return self._has_ended(request, token)
+
+    def _jump(self, request: Request) -> None:
+        """Appends the tokens that must come next; they are computed as a short extend, or never if they end it."""
+        constraint, num_before = request.constraint, request.num_output
+        if constraint is None or request.num_in_flight or request.num_left <= 0:
+            return
+        while request.finish_reason is None and (token := constraint.forced_token) >= 0:
+            self._append(request, token)
+        num_forced = request.num_output - num_before
+        request.num_forced += num_forced
+        self.counters.num_forced_tokens += num_forced
+        if num_forced and request.has_device_state and request.slot >= 0:
+            self._admitted.append(request)     # the device has not counted these tokens
+
     def _has_ended(self, request: Request, token: int) -> bool:
         """Sets finish_reason when the request's newest token ends it."""
-        params = request.params
+        params, constraint = request.params, request.constraint
         stop = None
         if request.stop_search is not None:
             stop = request.stop_search.push((token,))
@@ -381,9 +465,11 @@ class Scheduler:
             request.stop_reason = None if token in request.eos_ids else token
         elif stop is not None:
             request.finish_reason, request.stop_reason = "stop", stop
+        elif constraint is not None and constraint.is_finished and not params.ignore_eos:
+            request.finish_reason = "stop"
         elif request.num_output >= request.max_output:
             request.finish_reason = "length"
-            if params.max_tokens is None or request.max_output < params.max_tokens:
+            if params.token_limit is None or request.max_output < params.token_limit:
                 request.stop_reason = "max_model_len"
         return request.finish_reason is not None
 
@@ -391,6 +477,7 @@ class Scheduler:
         """Puts a running request back into the queue; what it computed stays in the tree, evictable."""
         self._leave(request, request.tokens[:min(request.num_computed, request.num_tokens)])
         request.state = RequestState.WAITING
+        request.num_lost = max(request.num_lost, request.num_computed)
         request.num_computed = 0
         request.num_preemptions += 1
         self.counters.num_preemptions += 1

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from jradix.errors import GrammarError
+from jradix.errors import GrammarError, GrammarTooLarge
 from jradix.grammar.dfa import compile_language
 from jradix.grammar.json_numbers import Numbers, decimal, exact, number_language
 
@@ -25,6 +25,8 @@ TEXTS = [sign + whole + fraction for sign in ("", "-") for whole in WHOLE
     Numbers(integer=True, multiples=frozenset((Fraction(12),))), Numbers(integer=True, high=Fraction(-12)),
     Numbers(integer=True, not_multiples=frozenset((Fraction(2),))),
     Numbers(integer=True, multiples=frozenset((Fraction(27, 2),)), low=Fraction(0)),
+    Numbers(multiples=frozenset((Fraction(3), Fraction(7, 2)))), Numbers(multiples=frozenset(map(Fraction, (4, 6)))),
+    Numbers(integer=True, multiples=frozenset((Fraction(2),)), not_multiples=frozenset((Fraction(3),))),
 ], ids=str)
 def test_language_of_numbers_agrees_with_exact_arithmetic(numbers: Numbers) -> None:
     dfa = compile_language(number_language(numbers, "/"))
@@ -34,6 +36,24 @@ def test_language_of_numbers_agrees_with_exact_arithmetic(numbers: Numbers) -> N
             assert not dfa.accepts(text), text
         elif not text.startswith("-0") or Fraction(text):
             assert dfa.accepts(text) == numbers.holds(Fraction(text)), text
+
+
+def test_large_multiples_are_exact_for_numbers_of_any_length() -> None:
+    step, other = Fraction(1001), Fraction(77)
+    dfa = compile_language(number_language(Numbers(integer=True, multiples=frozenset((step,))), "/"))
+    value = 1001 * 10**40 + 1001
+    assert dfa.accepts(str(value)) and dfa.accepts(str(-value)) and not dfa.accepts(str(value + 1))
+    assert Numbers(multiples=frozenset((step,)), not_multiples=frozenset((other,))).is_empty
+    with pytest.raises(GrammarTooLarge, match="remainders"):
+        number_language(Numbers(integer=True, multiples=frozenset((Fraction(10_007),))), "/")
+
+
+def test_listed_number_may_be_written_with_a_fraction_unless_integers_are_asked_for() -> None:
+    listed = Numbers(only=frozenset((Fraction(1), Fraction(5, 2))))
+    dfa = compile_language(number_language(listed, "/"))
+    assert [dfa.accepts(text) for text in ("1", "1.0", "2.5", "1.00", "2.50")] == [True, True, True, False, False]
+    whole = compile_language(number_language(listed.meet(Numbers(integer=True)), "/"))
+    assert whole.accepts("1") and not whole.accepts("1.0")
 
 
 def test_meet_keeps_what_both_hold() -> None:

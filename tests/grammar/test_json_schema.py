@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from jradix.errors import GrammarError, GrammarTooLarge
+from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from jradix.grammar.dfa import Dfa, compile_language
 from jradix.grammar.json_schema import JsonOptions, SchemaReport, schema_to_language
+from jradix.grammar.limits import GrammarLimits
 
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -177,6 +178,37 @@ def test_keyword_that_cannot_be_enforced_raises_with_its_path(schema: Any, path:
     with pytest.raises(GrammarError) as caught:
         schema_to_language(schema)
     assert str(caught.value).startswith(path) and word in str(caught.value)
+
+
+@pytest.mark.parametrize(("schema", "kind"), [
+    ({"uniqueItems": True}, GrammarUnsupported), ({"format": "idn-email"}, GrammarUnsupported),
+    ({"pattern": "(?!a)b"}, GrammarUnsupported), ({"pattern": r"(a)\1"}, GrammarUnsupported),
+    ({"patternProperties": {r"\bword": True}}, GrammarUnsupported),
+    ({"pattern": "(a"}, GrammarError), ({"minimum": "3"}, GrammarError), ({"$ref": "#/$defs/no"}, GrammarError),
+    ({"type": "integer", "minimum": 3, "maximum": 2}, GrammarError),
+], ids=str)
+def test_error_class_tells_what_another_engine_may_enforce(schema: Any, kind: type[GrammarError]) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compile_language(schema_to_language(schema))
+    assert type(caught.value) is kind
+
+
+def test_many_key_patterns_divide_the_keys_exactly() -> None:
+    """Eleven patterns, of which a key can match several."""
+    patterns = {f"^{letter}": {"type": "integer"} for letter in "abcdefghi"}
+    patterns |= {"z$": {"minimum": 5}, "^.$": {"maximum": 9}}
+    dfa = compile_language(schema_to_language({"type": "object", "patternProperties": patterns,
+                                               "additionalProperties": False}))
+    for document, valid in (('{"a":9}', True), ('{"a":10}', False), ('{"az":5}', True), ('{"az":4}', False),
+                            ('{"az":5.5}', False), ('{"qz":5.5}', True), ('{"z":7}', True), ('{"z":10}', False),
+                            ('{"qq":1}', False)):
+        assert dfa.accepts(document) == valid, document
+
+
+def test_key_patterns_that_overlap_in_too_many_ways_raise() -> None:
+    patterns = {letter: {"maxLength": n} for n, letter in enumerate("abcdefghij")}
+    with pytest.raises(GrammarTooLarge, match="overlap"):
+        schema_to_language({"type": "object", "patternProperties": patterns}, limits=GrammarLimits(max_work=500_000))
 
 
 def test_lenient_ignores_what_cannot_be_enforced_and_reports_it() -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jradix.errors import GrammarError, GrammarTooLarge
-from jradix.grammar import token_columns
+from jradix.grammar import token_columns, token_dfa
 from jradix.grammar.dfa import Dfa, compile_language
 from jradix.grammar.language import Lang, alt, any_char, but_not, byte_set, chars, repeat, seq, text
 from jradix.grammar.limits import GrammarLimits
@@ -213,6 +213,24 @@ def test_walk_beyond_the_work_limit_is_too_large(monkeypatch):
     monkeypatch.setattr(token_columns, "MAX_WORK", 1_000)
     with pytest.raises(GrammarTooLarge, match="1,000 pairs"):
         build_token_tables(compile_language(LANGUAGES["object"]), toy_vocabulary())
+
+
+def test_long_runs_of_one_byte_are_walked_like_other_tokens() -> None:
+    """Few trie nodes lie so deep; they are walked one by one."""
+    tokens = [b"-" * length for length in range(1, 60)] + [b"-" * 40 + b"x", b"x", b"-" * 30 + b"xx"]
+    vocabulary = Vocabulary([*tokens, None], eos_ids=[len(tokens)])
+    dfa = compile_language(seq(repeat(text("-"), 0, 50), text("x"), repeat(text("-"), 35, None)))
+    tables = build_token_tables(dfa, vocabulary)
+    assert max(map(len, tokens)) > token_columns.DEEP + 30
+    check_against_walk(dfa, vocabulary, tables)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 63, 64])
+def test_picked_bits_are_the_packed_columns(num_rows: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    rows, columns = rng.random((num_rows, 37)) < 0.3, rng.integers(0, 37, 160)
+    np.testing.assert_array_equal(token_dfa._picked_bits(rows, columns),
+                                  np.packbits(rows[:, columns], axis=1, bitorder="little"))
 
 
 def test_rejected_class_of_a_token_no_state_allows_rejects_everywhere():
