@@ -115,7 +115,7 @@ def model_figures(options: argparse.Namespace, repeats: int) -> list[Figure]:
     """Constrained against free tokens per second, and many grammars against one."""
     is_tiny = options.size == "tiny"
     rows = []
-    with make_llm(options, max_num_seqs=options.max_num_seqs or len(PRODUCTS)) as llm:
+    with make_llm(options) as llm:
         max_tokens = 24 if is_tiny else JSON_MAX_TOKENS
         prompts = [llm.render_chat([{"role": "user", "content": JSON_PROMPT.format(product=product)}])
                    for product in PRODUCTS]

@@ -226,17 +226,21 @@ class StepShapes:
         """
         if num_tokens == num_decode:
             return StepShape(_first_at_least(self.row_buckets, num_rows, "rows"), 0)
-        if is_short and num_tokens <= self.short_capacity(num_rows):
-            return _short_shape(_first_at_least(self.short_row_buckets, num_rows, "rows"))
+        if is_short:
+            for shape in map(_short_shape, self.short_row_buckets):
+                if shape.num_rows >= num_rows and shape.num_tokens >= num_tokens:
+                    return shape
         rows = _first_at_least(self.chunk_row_buckets, num_rows, "rows")
         chunk = _first_at_least(self.chunk_buckets, num_tokens - num_decode, "chunk tokens")
         return min((shape for shape in self._chunk_shapes
                     if shape.num_rows >= rows and shape.num_chunk_tokens >= chunk), key=lambda shape: shape.num_tokens)
 
-    def short_capacity(self, num_rows: int) -> int:
-        """Tokens of a short step of so many rows; 0 where there is no such shape."""
-        rows = next((rows for rows in self.short_row_buckets if rows >= num_rows), 0)
-        return _short_shape(rows).num_tokens if rows else 0
+    def short_capacity(self, num_rows: int, num_tokens: int) -> int:
+        """Tokens that a short step should hold for so many rows that want `num_tokens` in all: the largest shape that
+        they fill, or else the smallest that has room for the rows; 0 where there is none.
+        """
+        sizes = [shape.num_tokens for shape in map(_short_shape, self.short_row_buckets) if shape.num_rows >= num_rows]
+        return max((size for size in sizes if size <= num_tokens), default=min(sizes, default=0))
 
 
 def _buckets(ladder: tuple[int, ...], largest: int) -> tuple[int, ...]:
@@ -244,8 +248,9 @@ def _buckets(ladder: tuple[int, ...], largest: int) -> tuple[int, ...]:
 
 
 def _short_shape(num_rows: int) -> StepShape:
-    """Room for jumps in about every third row. A single row gets six tokens: on CPUs seven cost twice as much."""
-    return StepShape(num_rows, 5 if num_rows == 1 else max(8, min(num_rows, 64) // 2), is_short=True)
+    """Room for jumps in about every third row. In all, 6, 12, 24, ... tokens: XLA's matrix products on CPUs go by six
+    rows, and one more costs as much as six."""
+    return StepShape(num_rows, 5 if num_rows == 1 else max(4, min(num_rows, 64) // 2), is_short=True)
 
 
 def _first_at_least(buckets: tuple[int, ...], n: int, what: str) -> int:

@@ -309,11 +309,13 @@ def test_fit_short_rows_share_a_short_shape_while_it_has_room(num_seqs: int) -> 
     for num_rows in {1, 2, num_seqs // 2 or 1, num_seqs}:
         if num_rows > num_seqs:
             continue
-        room = shapes.short_capacity(num_rows)
-        assert room >= num_rows + 5
+        room = shapes.short_capacity(num_rows, num_rows)
+        assert room >= num_rows + 4
         fitted = shapes.fit(num_rows, room, num_rows - 1, is_short=True)
         assert fitted.is_short and fitted.num_tokens == room and fitted in shapes.all() and not fitted.has_chunks
-        assert shapes.fit(num_rows, room + 1, num_rows - 1, is_short=True).has_chunks
+        most = shapes.short_capacity(num_rows, 2**30)
+        assert room <= most and shapes.fit(num_rows, most, num_rows - 1, is_short=True).num_tokens == most
+        assert shapes.fit(num_rows, most + 1, num_rows - 1, is_short=True).has_chunks
         assert shapes.fit(num_rows, room, num_rows - 1).has_chunks
         assert not shapes.fit(num_rows, num_rows, num_rows, is_short=True).is_short
 

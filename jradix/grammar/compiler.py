@@ -251,6 +251,8 @@ def _matcher(kind: str, value: Any, options: JsonOptions) -> MatcherSource:
 def _json(source: Mapping[str, Any]) -> str:
     try:
         return json.dumps(source, ensure_ascii=False)
+    except RecursionError:
+        raise GrammarTooLarge(f"{next(iter(source))} is nested too deeply; flatten it with $defs") from None
     except (TypeError, ValueError) as error:
         raise GrammarError(f"{next(iter(source))} is not JSON ({error}); expected JSON values only") from None
 

@@ -228,14 +228,15 @@ class Scheduler:
         """Rows for what running requests lack of a few known tokens, as many as a short step beside `num_rows` decode
         rows has room for, those that waited longest first; and the requests left out.
 
-        A row in a step that is full costs less than a larger shape for all rows.
+        A token in a step that is full costs less than one in a larger step that is not.
         """
         rows: list[Row] = []
         skipped: list[Request] = []
         waiting = [r for r in self._running if _needs_chunk(r) and r.num_pending <= SHORT_TOKENS]
         num_tokens = num_rows
+        wanted = num_rows + sum(r.num_pending for r in waiting)
         for request in sorted(waiting, key=lambda r: -r.num_skipped_steps):
-            room = (self._shapes.short_capacity(num_rows + len(rows) + 1) or 2**30) - num_tokens
+            room = (self._shapes.short_capacity(num_rows + len(rows) + 1, wanted) or 2**30) - num_tokens
             if rows and room < request.num_pending:
                 request.num_skipped_steps += 1
                 skipped.append(request)

@@ -57,9 +57,12 @@ def test_jump_changes_no_token(how: str, pair: tuple[LLM, LLM]) -> None:
     assert tokens(again) == tokens(expected)
 
 
-@pytest.mark.parametrize("changes", [dict(overlap=False), dict(decode_steps=3), dict(enable_prefix_caching=False),
-                                     dict(page_size=16), dict(prefill_chunk_tokens=8), dict(kv_cache_bytes=2**13),
-                                     dict(max_num_seqs=1), dict(grammar_bytes=2 * 10**5)],
+SOME, OTHERS = ((dict(overlap=False), dict(decode_steps=3), dict(kv_cache_bytes=2**13), dict(max_num_seqs=1)),
+                (dict(enable_prefix_caching=False), dict(page_size=16), dict(prefill_chunk_tokens=8),
+                 dict(grammar_bytes=2 * 10**5)))
+
+
+@pytest.mark.parametrize("changes", [*SOME, *(pytest.param(changes, marks=pytest.mark.slow) for changes in OTHERS)],
                          ids=lambda changes: next(iter(changes)))
 def test_jump_tokens_do_not_depend_on_how_it_is_run(changes: dict[str, Any], folder: Path,  # noqa: F811
                                                     compiled: Path, pair: tuple[LLM, LLM]) -> None:  # noqa: F811
