@@ -1201,17 +1201,16 @@ def test_prompt_cached_as_a_whole_still_runs_its_last_token(num_prompt: int) -> 
 
 
 def test_plan_mixes_decode_rows_first_and_respects_the_chunk_budget() -> None:
-    simulation = Simulation(small_config(prefill_chunk_tokens=8, max_num_seqs=4))
+    simulation = Simulation(small_config(prefill_chunk_tokens=24, max_num_seqs=4))
     early = simulation.add(prompt_of(4), 20)
     simulation.step()
-    late = [simulation.add(prompt_of(20, 1), 4), simulation.add(prompt_of(9, 2), 4)]
+    late = [simulation.add(prompt_of(44, 1), 4), simulation.add(prompt_of(9, 2), 4)]
     plan = simulation.step()
-    assert [(row.request, row.num_tokens) for row in plan.rows] == [(early, 1), (late[0], 8)]
-    assert (plan.num_decode, plan.num_prefill_tokens, plan.num_steps) == (1, 8, 1)
-    simulation.step()
+    assert [(row.request, row.num_tokens) for row in plan.rows] == [(early, 1), (late[0], 24)]
+    assert (plan.num_decode, plan.num_prefill_tokens, plan.num_steps) == (1, 24, 1)
     plan = simulation.step()
     assert [(row.request, row.num_tokens, row.num_samples) for row in plan.rows] == [
-        (early, 1, 1), (late[0], 4, 1), (late[1], 4, 0)]
+        (early, 1, 1), (late[0], 20, 1), (late[1], 4, 0)]
     assert plan.admitted == [late[1]]
     simulation.run()
     simulation.check_outputs()
