@@ -7,7 +7,8 @@ ANNOTATIONS = frozenset((
     "contentMediaType", "contentEncoding", "contentSchema"))
 _SINCE = {"const": 6, "contains": 6, "propertyNames": 6, "if": 7, "then": 7, "else": 7, "minContains": 2019,
           "maxContains": 2019, "dependentRequired": 2019, "dependentSchemas": 2019, "prefixItems": 2020,
-          "unevaluatedItems": 2019, "unevaluatedProperties": 2019, "$dynamicRef": 2020}
+          "unevaluatedItems": 2019, "unevaluatedProperties": 2019, "$recursiveRef": 2019,
+          "$dynamicRef": 2020}
 _UNTIL = {"dependencies": 7, "additionalItems": 2019, "$recursiveRef": 2019}
 GROUPS = {"maxLength": "minLength", "maxItems": "minItems", "maxProperties": "minProperties", "maximum": "minimum",
           "exclusiveMinimum": "minimum", "exclusiveMaximum": "minimum", "prefixItems": "items",

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations, islice
 from typing import Callable, NamedTuple
 
-from jradix.errors import GrammarTooLarge
+from jradix.errors import GrammarTooLarge, GrammarUnsupported
 from jradix.grammar.json_keywords import Keywords
 from jradix.grammar.json_references import Conjunction, Literal
 from jradix.grammar.json_strings import StringWriter
@@ -17,6 +18,7 @@ MAX_KEY_REGIONS = 128
 MAX_ANY_ORDER = 6
 MAX_SOME = 4
 MAX_UNIQUE = 10
+MAX_CHOICES = 32      # of distinct sets of keys, where several must occur
 Write = Callable[[Conjunction], Lang]
 
 
@@ -130,7 +132,12 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
     """The texts of the objects of `plan`, which is that of `objects`.
 
     Declared keys come first, in declared order (any order when asked and at most 6), each at most once. Other keys may
-    repeat: an automaton cannot remember them.
+    repeat: an automaton cannot remember them. A reader keeps the last of equal keys, so that a set of other keys counts
+    as one towards the least number of properties, and the key that meets a condition is the last of its set.
+
+    Raises:
+      GrammarUnsupported: more properties wanted than can be told apart.
+      GrammarTooLarge: too many states.
     """
     if not plan.is_possible:
         return nothing()
@@ -160,12 +167,16 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
         least, most = max(0, low - count), None if high is None else high - count
         if most is not None and (most < 0 or least > most):
             return nothing()
-        found = _listed(alt(*(pair(member, 0) for member in plan.others)), marks.comma, started, least, most)
+        plain = [pair(member, 0) for member in plan.others]
+        found = _listed(alt(*plain), marks.comma, started, least, most)
+        if least > 1:
+            found = both(found, alt(*(both(*(_with_one(plain[i], plain, plain, marks.comma, started) for i in distinct))
+                                      for distinct in islice(combinations(range(len(plain)), least), MAX_CHOICES))))
         for i in range(len(objects.some)):
             if unmet >> i & 1:
-                plain = alt(*(pair(member, 0) for member in plan.others))
-                wanted = alt(*(pair(member, 1 << i) for member in plan.others if member.some[i]))
-                found = both(found, _with_one(wanted, plain, marks.comma, started))
+                found = both(found, alt(*(
+                    _with_one(pair(member, 1 << i), plain, plain[:at] + plain[at + 1:], marks.comma, started)
+                    for at, member in enumerate(plan.others) if member.some[i])))
         return found
 
     every = (1 << len(objects.some)) - 1
@@ -190,7 +201,12 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
         for member in reversed(plan.declared):
             body = {state: alt(then(member, state, body), nothing() if member.is_required else body[state])
                     for state in states}
-    return seq(marks.open_object, body[False, 0, every], marks.close_object)
+    found = seq(marks.open_object, body[False, 0, every], marks.close_object)
+    if found.is_nothing and low > len(plan.declared) + len(plan.others) and plan.others:
+        raise GrammarUnsupported(f"{place}/minProperties: {low} properties, but an automaton tells only "
+                                 f"{len(plan.declared)} declared ones and {len(plan.others)} kinds of others apart; "
+                                 "declare them")
+    return found
 
 
 def _any_order(declared: tuple[Member, ...], states: list, ends: dict, then: Callable) -> dict:
@@ -215,11 +231,13 @@ def _listed(one: Lang, comma: Lang, started: bool, low: int, high: int | None) -
     return first if low else optional(first)
 
 
-def _with_one(wanted: Lang, plain: Lang, comma: Lang, started: bool) -> Lang:
-    more = repeat(seq(comma, plain), 0)
+def _with_one(wanted: Lang, before: list[Lang], after: list[Lang], comma: Lang, started: bool) -> Lang:
+    """Lists of `before`, then `wanted`, then `after`, with commas between and, when `started`, before."""
+    plain = alt(*before)
+    more, rest = repeat(seq(comma, plain), 0), repeat(seq(comma, alt(*after)), 0)
     if started:
-        return seq(more, comma, wanted, more)
-    return alt(seq(wanted, more), seq(plain, more, comma, wanted, more))
+        return seq(more, comma, wanted, rest)
+    return alt(seq(wanted, rest), seq(plain, more, comma, wanted, rest))
 
 
 def array_language(arrays: Arrays, keywords: Keywords, marks: Punctuation, write: Write) -> Lang:

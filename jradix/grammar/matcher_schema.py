@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
-from jradix.errors import GrammarError, GrammarUnsupported
+from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from jradix.grammar.json_drafts import is_known
+from jradix.grammar.json_exclusive import exclusive_as_any
 from jradix.grammar.json_formats import FORMATS, UNSUPPORTED, format_language
 from jradix.grammar.json_references import Document
 from jradix.grammar.json_schema import JsonOptions
@@ -49,6 +50,10 @@ def json_matcher(schema: Any, options: JsonOptions = JsonOptions()) -> MatcherSo
 
 def json_rule(schema: Any, options: JsonOptions) -> str:
     """`schema` as it stands after `%json` in a Lark grammar. Raises what `portable_schema` raises."""
+    try:
+        schema = exclusive_as_any(schema)
+    except RecursionError:
+        raise GrammarTooLarge("the schema is nested too deeply; flatten it") from None
     written = portable_schema(schema, options) | {"x-guidance": _guidance(options)}
     try:
         return json.dumps(written, ensure_ascii=False, allow_nan=False)
@@ -133,6 +138,7 @@ class _Writer:
             else:
                 found[keyword] = value
         self._inner_base = outer
+        _check_least_properties(schema, path, is_closed=self._options.strict)
         return self._closed(found, path) if self._options.strict else found
 
     def _named(self, keyword: str, schemas: dict[str, Any], place: str) -> dict[str, Any]:
@@ -184,6 +190,17 @@ def _pattern(pattern: Any, place: str) -> str:
         return f"^(?:{rust_regex(pattern, dialect='ecma', is_search=True, excluded=UNWRITTEN)})$"
     except GrammarError as error:
         raise type(error)(f"{place}: {error}") from None
+
+
+def _check_least_properties(schema: dict[str, Any], path: str, *, is_closed: bool) -> None:
+    """Refuses what only undeclared keys could fulfil: they may repeat in the text, and a reader keeps one of them."""
+    least, declared = schema.get("minProperties"), schema.get("properties")
+    is_closed |= schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    required = set(filter(declared.__contains__, schema.get("required", ()))) if isinstance(declared, dict) and \
+        isinstance(schema.get("required", ()), list) else set()
+    if isinstance(least, (int, float)) and least > len(required) + 1 and not is_closed:
+        raise GrammarUnsupported(f"{path}/minProperties: {least} properties, of which only {len(required)} are declared "
+                                 "and required; the matcher does not tell others apart")
 
 
 def _check_written(value: Any, place: str) -> None:

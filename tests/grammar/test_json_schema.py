@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from jradix.grammar.compiler import compile_grammar
 from jradix.grammar.dfa import Dfa, compile_language
 from jradix.grammar.json_schema import JsonOptions, SchemaReport, schema_to_language
 from jradix.grammar.limits import GrammarLimits
@@ -61,7 +62,8 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      [{"x": 1}, {"xy": 6}, {"y": "s"}], [{"xy": 1}, {"z": 1}, {"x": ""}]),
     ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": INTEGER},
      [{}, {"ab": 1}], [{"abc": 1}]),
-    ("minProperties", {"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, [{"a": 1, "b": 2}],
+    ("minProperties", {"type": "object", "properties": {"a": {}}, "additionalProperties": INTEGER, "minProperties": 2},
+     [{"a": 1, "b": 2}],
      [{}, {"a": 1}]),
     ("maxProperties", closed({"a": INTEGER, "b": INTEGER}, maxProperties=1), [{}, {"b": 1}], [{"a": 1, "b": 1}]),
     ("dependentRequired", closed({"a": INTEGER, "b": INTEGER}, dependentRequired={"a": ["b"]}),
@@ -310,3 +312,31 @@ def nested_arrays(depth: int) -> dict[str, Any]:
 def test_hostile_schema_raises_too_large(schema: Any) -> None:
     with pytest.raises(GrammarTooLarge):
         compile_language(schema_to_language(schema))
+
+
+# -- keys that repeat in the text: a reader keeps the last of them
+
+@pytest.mark.parametrize("schema, right, wrong", [
+    ({"minProperties": 2, "properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+     ['{"a":1,"b":null}', '{"a":1,"b":null,"b":null}'], ['{"b":null,"b":null}', '{"a":1}']),
+    ({"minProperties": 2, "patternProperties": {"^x": {"type": "null"}, "^y": {"type": "integer"}},
+      "additionalProperties": False}, ['{"x":null,"y":1}', '{"y":1,"x":null,"x":null}'], ['{"x":null,"xx":null}']),
+    ({"additionalProperties": {"type": ["integer", "null"]}, "not": {"additionalProperties": {"type": "integer"}}},
+     ['{"a":1,"b":null}', '{"a":1,"a":null}'], ['{"a":null,"a":1}', '{"a":1}'])])
+def test_repeated_keys_do_not_fulfil_what_the_last_of_them_does_not(schema: dict[str, Any], right: list[str],
+                                                                    wrong: list[str]) -> None:
+    grammar = compile_grammar(json_schema={"type": "object", **schema}, engine="dfa")
+    assert [grammar.accepts(document) for document in right] == [True] * len(right)
+    assert [grammar.accepts(document) for document in wrong] == [False] * len(wrong)
+
+
+@pytest.mark.parametrize("engine", ["dfa", "matcher", "auto"])
+def test_more_undeclared_keys_than_can_be_told_apart_are_refused(engine: str) -> None:
+    schema = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}}
+    with pytest.raises(GrammarUnsupported, match="/minProperties"):
+        compile_grammar(json_schema=schema, engine=engine)
+
+
+def test_keyword_of_another_draft_is_ignored() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "not": {"type": "integer", "$recursiveRef": "#/x"}}
+    assert not compile_grammar(json_schema=schema).accepts("3")

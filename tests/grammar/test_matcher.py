@@ -33,11 +33,11 @@ TAG = {"type": "structural_tag", "triggers": ["<function=", "[["], "structures":
 SAME_MASKS: list[dict[str, Any]] = [
     dict(regex="(ab)+"), dict(regex="a|ab"), dict(regex=r"[0-9]+(\.[0-9]+)?"), dict(regex="[^\"\\n]{2,9}x"),
     dict(regex="[\U0001F600\U0001F601]{2}|\u00e9+"), dict(choices=["yes", "no", "no way"]),
-    dict(json_schema={"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yes", 1, None]}},
+    dict(json_schema={"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yes", True, None]}},
                       "required": ["a"], "additionalProperties": False}),
     dict(json_schema={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}),
     dict(json_schema={"type": "integer", "minimum": 0, "maximum": 120}),
-    dict(json_schema={"anyOf": [{"const": {"k": [1, "a"]}}, {"type": "null"}]}),
+    dict(json_schema={"anyOf": [{"const": {"k": [True, "a"]}}, {"type": "null"}]}),
     dict(json_schema={"type": "string", "pattern": "^[a-c]+$", "maxLength": 6}),
 ]
 
