@@ -181,15 +181,15 @@ def compile_grammar(*, json_schema: Any = None, regex: str | None = None, choice
         return Grammar(_json(source), None, matcher=_matcher(kind, value, json_options), reason=reason)
     vocabulary = vocabulary_of(tokenizer) if tokenizer is not None else vocabulary
 
-    def automaton(json_options: JsonOptions) -> Grammar:
+    def automaton(json_options: JsonOptions, report: SchemaReport | None) -> Grammar:
         bounds = limits or GrammarLimits()
-        report = SchemaReport() if kind == "json_schema" else None
         dfa = compile_language(_language(kind, value, json_options, bounds, report), bounds)
         tables = None if vocabulary is None else build_token_tables(dfa, vocabulary, bounds, canonical=canonical)
         return Grammar(_json(source), dfa, tables, report, json_options.max_depth or 0 if report else 0)
 
+    report = SchemaReport() if kind == "json_schema" else None
     try:
-        return automaton(json_options)
+        return automaton(json_options, report)
     except (GrammarTooLarge, GrammarUnsupported) as error:
         if engine == "dfa" or (kind != "json_schema" and isinstance(error, GrammarUnsupported)):
             raise
@@ -197,10 +197,10 @@ def compile_grammar(*, json_schema: Any = None, regex: str | None = None, choice
     try:
         return Grammar(_json(source), None, matcher=_matcher(kind, value, json_options), reason=str(refusal))
     except GrammarError as error:
-        if isinstance(refusal, GrammarTooLarge) and kind == "json_schema" and "max_depth" not in options:
+        if isinstance(refusal, GrammarTooLarge) and report and report.is_depth_limited and "max_depth" not in options:
             for depth in SMALLER_DEPTHS:
                 with contextlib.suppress(GrammarTooLarge):
-                    return automaton(dataclasses.replace(json_options, max_depth=depth))
+                    return automaton(dataclasses.replace(json_options, max_depth=depth), SchemaReport())
         raise type(refusal)(f"{refusal}; the matcher does not follow it either: {error}") from None
 
 

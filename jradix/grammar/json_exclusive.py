@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from typing import Any, Iterator
+from urllib.parse import unquote
 
 from jradix.errors import GrammarError
 from jradix.grammar.json_keywords import Keywords
@@ -16,7 +17,8 @@ MAX_PAIRS = 20_000      # of alternatives in one schema
 def exclusive_as_any(schema: dict[str, Any] | bool, limits: GrammarLimits = GrammarLimits()) -> dict[str, Any] | bool:
     """`schema` with `anyOf` in place of each `oneOf` of which no value can satisfy two alternatives.
 
-    Where that is not found out, `oneOf` stays. The schema itself is not changed.
+    Where that is not found out, `oneOf` stays; all of them do where a reference leads into one, as it would then lead
+    nowhere. The schema itself is not changed.
 
     Raises:
       GrammarError: malformed.
@@ -26,12 +28,14 @@ def exclusive_as_any(schema: dict[str, Any] | bool, limits: GrammarLimits = Gram
     exclusive: set[int] = set()
     pairs = 0
     for part, base, path in _schemas(schema, document):
+        if isinstance(part.get("$ref"), str) and "/oneOf/" in unquote(part["$ref"]):
+            return schema
         alternatives = part.get("oneOf")
         if not isinstance(alternatives, list):
             continue
         pairs += len(alternatives) * (len(alternatives) - 1) // 2
         if pairs > MAX_PAIRS:
-            break
+            continue
         node = document.node(part, base, path)
         if _exclude_each_other([document.child(node, "oneOf", i) for i in range(len(alternatives))], keywords):
             exclusive.add(id(part))
@@ -43,7 +47,7 @@ def _exclude_each_other(nodes: list[Node], keywords: Keywords) -> bool:
         branches = [keywords.branches(Literal(node, True)) for node in nodes]
         return not any(keywords.is_alive(shared) for first, second in combinations(branches, 2)
                        for shared in keywords.product(first, second, ""))
-    except GrammarError:        # something in them is not understood, so nothing is known
+    except (GrammarError, RecursionError):      # something in them is not understood, so nothing is known
         return False
 
 

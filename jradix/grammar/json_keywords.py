@@ -137,8 +137,9 @@ class Keywords:
         return self._unevaluated(node, found) if _has_unevaluated(node, self.document.draft) else found
 
     def _none_of(self, node: Node) -> Branches:
-        if _has_unevaluated(node, self.document.draft):
-            self.refuse(f"{node.path}/unevaluatedProperties", "the complement of unevaluated keywords is not enforced")
+        for keyword in ("unevaluatedItems", "unevaluatedProperties"):
+            if keyword in node.schema and is_known(keyword, self.document.draft):
+                self.refuse(f"{node.path}/{keyword}", "the complement of unevaluated keywords is not enforced")
         found: Branches = []
         for _, _, negative in self._parts(node):
             found += negative()

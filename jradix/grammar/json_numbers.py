@@ -264,8 +264,8 @@ def _multiples(step: Fraction, wanted: bool, whole: bool, place: str) -> Lang:
     places = 0 if whole and step.denominator == 1 else _scale(step)
     modulus = int(step * 10**places)
     if modulus > MAX_RESIDUES:
-        raise GrammarTooLarge(f"{place}/multipleOf: {decimal(step)} has more than {MAX_RESIDUES} remainders to follow; "
-                              "give bounds that leave few values, or use the matcher")
+        raise GrammarTooLarge(f"{place.rstrip('/')}/multipleOf: {decimal(step)} has more than {MAX_RESIDUES} "
+                              "remainders to follow; give bounds that leave few values, or use the matcher")
     after = [_after_digits(r, places, modulus, wanted, whole) for r in range(modulus)]
     power = next((i for i in range(4) if 10**i % modulus == 0), None)
     if power is not None:

@@ -1,14 +1,14 @@
 """Texts of JSON objects and arrays: punctuation, order and counting. What a value is comes from the caller."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import Callable, NamedTuple
 
-from jradix.errors import GrammarTooLarge, GrammarUnsupported
+from jradix.errors import GrammarTooLarge
 from jradix.grammar.json_keywords import Keywords
 from jradix.grammar.json_references import Conjunction, Literal
-from jradix.grammar.json_strings import StringWriter
+from jradix.grammar.json_strings import StringWriter, listed_texts
 from jradix.grammar.json_values import Arrays, Count, Keys, Objects, join
 from jradix.grammar.language import (Lang, alt, both, but_not, epsilon, nothing, optional, repeat, seq, text,
                                      utf8_strings)
@@ -18,6 +18,8 @@ MAX_KEY_REGIONS = 128
 MAX_ANY_ORDER = 6
 MAX_SOME = 4
 MAX_UNIQUE = 10
+MAX_COUNTS = 100_000   # properties times what is followed beside them
+MAX_LISTED_KEYS = 8
 MAX_CHOICES = 32      # of distinct sets of keys, where several must occur
 Write = Callable[[Conjunction], Lang]
 
@@ -67,6 +69,9 @@ def plan_object(objects: Objects, keywords: Keywords, strings: StringWriter, *, 
     names = dict.fromkeys(name for rule in objects.rules + objects.some if not rule.keys.outside
                           for name in sorted(rule.keys.names))
     names.update(dict.fromkeys(objects.required))
+    for words in (listed_texts(language) for rule in objects.rules + objects.some for language in rule.keys.languages):
+        if words is not None and len(words) <= MAX_LISTED_KEYS:     # a pattern such as ^[a-d]$ declares its keys
+            names.update(dict.fromkeys(words))
     declared = []
     for name in names:
         value = keywords.value_of(objects, name)
@@ -127,8 +132,8 @@ def _region(region: dict[Keys, bool], taken: Lang) -> Lang:
     return but_not(universe, alt(*without))
 
 
-def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, strings: StringWriter, write: Write, *,
-                    any_order: bool, place: str) -> Lang:
+def object_language(objects: Objects, plan: ObjectPlan, keywords: Keywords, marks: Punctuation, strings: StringWriter,
+                    write: Write, *, any_order: bool, place: str) -> Lang:
     """The texts of the objects of `plan`, which is that of `objects`.
 
     Declared keys come first, in declared order (any order when asked and at most 6), each at most once. Other keys may
@@ -136,7 +141,8 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
     as one towards the least number of properties, and the key that meets a condition is the last of its set.
 
     Raises:
-      GrammarUnsupported: more properties wanted than can be told apart.
+      GrammarUnsupported: more properties wanted than can be told apart, or conditions that only several keys of one set
+        could meet.
       GrammarTooLarge: too many states.
     """
     if not plan.is_possible:
@@ -146,7 +152,18 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
     if any_order and len(plan.declared) > MAX_ANY_ORDER:
         raise GrammarTooLarge(f"{place}: {len(plan.declared)} properties in any order, at most {MAX_ANY_ORDER}; "
                               'use property_order="declared"')
+    if len(objects.some) > 1 and not _can_meet(objects, plan, keywords):
+        keywords.refuse(place, f"{len(objects.some)} conditions that some key must meet need several undeclared keys, "
+                               "which an automaton does not tell apart")
+        objects = replace(objects, some=())
     low = objects.low if objects.low > sum(member.is_required for member in plan.declared) else 0
+    if low > len(plan.declared) + len(plan.others):
+        if not plan.others:
+            return nothing()
+        keywords.refuse(f"{place.rstrip('/')}/minProperties",
+                        f"{low} properties, but an automaton tells only {len(plan.declared)} declared ones and "
+                        f"{len(plan.others)} kinds of others apart")
+        low = len(plan.declared) + len(plan.others)
     high = objects.high if objects.high is not None and (plan.others or objects.high < len(plan.declared)) else None
     cap = max(low, 0 if high is None else high)
 
@@ -172,18 +189,20 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
         if least > 1:
             found = both(found, alt(*(both(*(_with_one(plain[i], plain, plain, marks.comma, started) for i in distinct))
                                       for distinct in islice(combinations(range(len(plain)), least), MAX_CHOICES))))
-        for i in range(len(objects.some)):
+        for i, rule in enumerate(objects.some):
             if unmet >> i & 1:
                 found = both(found, alt(*(
-                    _with_one(pair(member, 1 << i), plain, plain[:at] + plain[at + 1:], marks.comma, started)
+                    _with_one(pair(member, 1 << i), plain, plain[:at] + plain[at + 1:] if rule.value else plain,
+                              marks.comma, started)
                     for at, member in enumerate(plan.others) if member.some[i])))
         return found
 
     every = (1 << len(objects.some)) - 1
+    counts = (cap + 1) * (every + 1)
+    if (len(plan.declared) + 1) * counts > MAX_COUNTS:
+        raise GrammarTooLarge(f"{place}: {len(plan.declared)} properties times {counts} counts to follow")
     states = [(started, count, unmet) for started in (False, True) for count in range(cap + 1)
               for unmet in range(every + 1) if started == (count > 0) or not cap]
-    if (len(plan.declared) + 1) * len(states) > 100_000:
-        raise GrammarTooLarge(f"{place}: {len(plan.declared)} properties times {len(states)} counts to follow")
     ends = {state: rest(*state) for state in states}
     pairs = {(member, unmet): choices(member, unmet) for member in plan.declared for unmet in range(every + 1)}
 
@@ -201,12 +220,29 @@ def object_language(objects: Objects, plan: ObjectPlan, marks: Punctuation, stri
         for member in reversed(plan.declared):
             body = {state: alt(then(member, state, body), nothing() if member.is_required else body[state])
                     for state in states}
-    found = seq(marks.open_object, body[False, 0, every], marks.close_object)
-    if found.is_nothing and low > len(plan.declared) + len(plan.others) and plan.others:
-        raise GrammarUnsupported(f"{place}/minProperties: {low} properties, but an automaton tells only "
-                                 f"{len(plan.declared)} declared ones and {len(plan.others)} kinds of others apart; "
-                                 "declare them")
-    return found
+    return seq(marks.open_object, body[False, 0, every], marks.close_object)
+
+
+def _can_meet(objects: Objects, plan: ObjectPlan, keywords: Keywords) -> bool:
+    """Can the `some` rules be met together where one key of each set of others may meet any?
+
+    True also where that is not found out, and where one of them can never be met.
+    """
+    every = (1 << len(objects.some)) - 1
+    possible, left = 0, {every}
+    for member in plan.declared + plan.others:
+        able = sum(1 << i for i, can in enumerate(member.some) if can)
+        options = []
+        for met in range(1, able + 1):
+            value = member.value
+            for i, rule in enumerate(objects.some):
+                if met >> i & 1:
+                    value = join(value, rule.value)
+            if met & able == met and not keywords.is_empty(value):
+                options.append(met)
+                possible |= met
+        left |= {unmet & ~met for unmet in left for met in options}
+    return 0 in left or possible != every
 
 
 def _any_order(declared: tuple[Member, ...], states: list, ends: dict, then: Callable) -> dict:

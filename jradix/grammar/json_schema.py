@@ -3,8 +3,8 @@
 Whatever the language accepts is valid JSON and valid under the schema (drafts 2020-12, 2019-09, 7, 6 and 4, by
 `$schema`). It may be smaller than the schema where an automaton must choose: declared keys in declared order and other
 keys after them, numbers without exponent where anything is asked of them, one escaping per character, no blanks but the
-chosen ones, recursion and free values to a depth. Keys that are not declared may repeat. What cannot be enforced
-exactly is refused.
+chosen ones, recursion and free values to a depth. Keys that are not declared may repeat; of equal keys the last counts.
+What cannot be enforced exactly is refused.
 """
 from __future__ import annotations
 
@@ -269,8 +269,9 @@ class _SchemaWriter:
         if "array" in branch.kinds:
             found.append(array_language(branch.array, self._keywords, self._marks, write))
         if "object" in branch.kinds:
-            found.append(object_language(branch.object, self._plan(branch.object), self._marks, self._strings, write,
-                                         any_order=self._options.property_order == "any", place=place))
+            found.append(object_language(branch.object, self._plan(branch.object), self._keywords, self._marks,
+                                         self._strings, write, place=place,
+                                         any_order=self._options.property_order == "any"))
         return alt(*found)
 
     def _free_value(self, depth: int) -> Lang:
@@ -283,6 +284,6 @@ class _SchemaWriter:
             inner = self._free[-1]
             plan = plan_object(ANY_OBJECT, self._keywords, self._strings, closed=False, place="/")
             self._free.append(alt(self._free[0], array_language(Arrays(), self._keywords, self._marks, lambda _: inner),
-                                  object_language(ANY_OBJECT, plan, self._marks, self._strings, lambda _: inner,
-                                                  any_order=False, place="/")))
+                                  object_language(ANY_OBJECT, plan, self._keywords, self._marks, self._strings,
+                                                  lambda _: inner, any_order=False, place="/")))
         return self._free[depth]

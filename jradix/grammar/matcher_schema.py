@@ -7,6 +7,7 @@ one, never more; what cannot be rewritten so is refused.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from jradix.grammar.json_drafts import is_known
 from jradix.grammar.json_exclusive import exclusive_as_any
 from jradix.grammar.json_formats import FORMATS, UNSUPPORTED, format_language
+from jradix.grammar.json_numbers import decimal, exact
 from jradix.grammar.json_references import Document
 from jradix.grammar.json_schema import JsonOptions
 from jradix.grammar.matcher import MatcherSource, lark_source
@@ -31,6 +33,8 @@ SAME_VALUE = ("allOf", "anyOf", "oneOf", "$ref")
 # and llguidance then leaves these characters out of what it writes.
 UNWRITTEN = ((0, 7), (11, 11), (14, 31))
 ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")
+MAX_REMAINDERS = 140_000    # that llguidance follows for multiples, in up to a second each time it reads the schema
+MAX_MULTIPLE = 400_000_000  # in units of its last decimal place; beyond, llguidance's 32 bits for a remainder overflow
 ESCAPES = 'nrbtf\\"'        # one spelling per character, so that no key passes for another
 OWN_FORMATS = frozenset(("hostname",))      # that llguidance reads as we do, or more narrowly
 
@@ -76,6 +80,7 @@ def portable_schema(schema: Any, options: JsonOptions) -> Any:
     if schema is False:
         raise GrammarError("the schema is unsatisfiable: it is false")
     found = {} if schema is True else writer.written(schema, "")
+    _check_multiples(writer.multiples, is_joined=writer.has_joins)
     for reference, path in writer.references:
         if writer.has_inner_base and reference != "#" and not reference.startswith("#/"):
             raise GrammarUnsupported(f"{path}: {reference!r} beside inner base URIs is not followed by the matcher; "
@@ -90,6 +95,8 @@ class _Writer:
     Attributes:
       places: ids of the schemas found.
       references: (`$ref`, path) of all that count.
+      multiples: place and value of each `multipleOf`.
+      has_joins: several schemas may speak of one value.
       has_inner_base: some schema below the root has a base URI of its own; it is left out.
     """
 
@@ -97,6 +104,8 @@ class _Writer:
         self._draft, self._options = draft, options
         self.places: set[int] = set()
         self.references: list[tuple[str, str]] = []
+        self.multiples: list[tuple[str, Any]] = []
+        self.has_joins = False
         self.has_inner_base = False
         self._inner_base: str | None = None         # path of a base URI around the present schema, the root's aside
 
@@ -138,8 +147,13 @@ class _Writer:
             else:
                 found[keyword] = value
         self._inner_base = outer
-        _check_least_properties(schema, path, is_closed=self._options.strict)
-        return self._closed(found, path) if self._options.strict else found
+        found = self._closed(found, path) if self._options.strict else found
+        if not self._options.lenient:
+            _check_least_properties(found, path)
+        if "multipleOf" in found:
+            self.multiples.append((f"{path}/multipleOf", found["multipleOf"]))
+        self.has_joins |= any(keyword in found for keyword in SAME_VALUE)
+        return found
 
     def _named(self, keyword: str, schemas: dict[str, Any], place: str) -> dict[str, Any]:
         if keyword != "patternProperties":
@@ -192,15 +206,34 @@ def _pattern(pattern: Any, place: str) -> str:
         raise type(error)(f"{place}: {error}") from None
 
 
-def _check_least_properties(schema: dict[str, Any], path: str, *, is_closed: bool) -> None:
+def _check_least_properties(schema: dict[str, Any], path: str) -> None:
     """Refuses what only undeclared keys could fulfil: they may repeat in the text, and a reader keeps one of them."""
     least, declared = schema.get("minProperties"), schema.get("properties")
-    is_closed |= schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    required = set(filter(declared.__contains__, schema.get("required", ()))) if isinstance(declared, dict) and \
-        isinstance(schema.get("required", ()), list) else set()
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    required = {name for name in schema.get("required", ()) if isinstance(name, str) and name in declared} \
+        if isinstance(declared, dict) and isinstance(schema.get("required"), list) else set()
     if isinstance(least, (int, float)) and least > len(required) + 1 and not is_closed:
-        raise GrammarUnsupported(f"{path}/minProperties: {least} properties, of which only {len(required)} are declared "
-                                 "and required; the matcher does not tell others apart")
+        raise GrammarUnsupported(f"{path}/minProperties: {least} properties, of which only {len(required)} are "
+                                 "declared and required; the matcher does not tell others apart")
+
+
+def _check_multiples(multiples: list[tuple[str, Any]], *, is_joined: bool) -> None:
+    """Bounds the states of `multipleOf`: one for each remainder; where multiples meet, of their common multiple."""
+    found: dict[int, str] = {}
+    steps = [exact(value, place) for place, value in multiples]
+    unit = 10 ** max((len(decimal(step).partition(".")[2]) for step in steps), default=0)
+    scaled = [int(abs(step) * unit) for step in steps]
+    if max(unit, *scaled, math.lcm(*scaled) if is_joined else 0) > MAX_MULTIPLE:
+        raise GrammarTooLarge(f"{multiples[scaled.index(max(scaled))][0]}: a multiple, or a common one, of more than "
+                              f"{MAX_MULTIPLE:,} units of the last decimal place; use a rounder number")
+    for (place, _), step in zip(multiples, scaled):
+        found.setdefault(int(str(step).strip("0") or "0"), place)       # powers of ten cost nothing
+    common = math.lcm(*found)
+    if (sum(found) if common > MAX_REMAINDERS and not is_joined else common) > MAX_REMAINDERS:
+        largest = max(found)
+        others = " with the other multiples" if largest <= MAX_REMAINDERS else ""
+        raise GrammarTooLarge(f"{found[largest]}: more than {MAX_REMAINDERS:,} remainders to follow{others}; "
+                              "use a rounder number")
 
 
 def _check_written(value: Any, place: str) -> None:

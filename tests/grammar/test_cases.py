@@ -1,7 +1,7 @@
 """Structured output as a model that wants the wrong thing meets it: token by token, on both engines.
 
 Other cases have tests elsewhere: X05 in test_regex.py and test_compiler.py, X06 and X09 in test_token_dfa.py, X10 in
-e2e/test_structured.py, X11 in test_jump.py, X13 in test_regex.py and e2e/test_matcher_rows.py, X14 in
+e2e/test_structured.py, X11 in e2e/test_jump_decoding.py, X13 in test_regex.py and e2e/test_matcher_rows.py, X14 in
 test_compile_pool.py and test_table_store.py.
 """
 from __future__ import annotations

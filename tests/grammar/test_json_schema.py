@@ -63,8 +63,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": INTEGER},
      [{}, {"ab": 1}], [{"abc": 1}]),
     ("minProperties", {"type": "object", "properties": {"a": {}}, "additionalProperties": INTEGER, "minProperties": 2},
-     [{"a": 1, "b": 2}],
-     [{}, {"a": 1}]),
+     [{"a": 1, "b": 2}], [{}, {"a": 1}]),
     ("maxProperties", closed({"a": INTEGER, "b": INTEGER}, maxProperties=1), [{}, {"b": 1}], [{"a": 1, "b": 1}]),
     ("dependentRequired", closed({"a": INTEGER, "b": INTEGER}, dependentRequired={"a": ["b"]}),
      [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
@@ -170,6 +169,9 @@ def test_whitespace_of_another_form_raises(given: Any) -> None:
     ({"minLength": -1}, "/minLength", "integer >= 0"),
     ({"minimum": "3"}, "/minimum", "expected a number"),
     ({"format": "idn-hostname"}, "/format", "not enforced"),
+    ({"type": "integer", "multipleOf": 10_007}, "/multipleOf", "remainders"),
+    ({"not": {"unevaluatedItems": False}}, "/not/unevaluatedItems", "complement"),
+    ({"not": {"unevaluatedProperties": False}}, "/not/unevaluatedProperties", "complement"),
     ({"anyOf": []}, "/anyOf", "non-empty"),
     ({"required": True}, "/required", "property names"),
     ({"items": [{}]}, "/items", "no schema"),
@@ -322,7 +324,12 @@ def test_hostile_schema_raises_too_large(schema: Any) -> None:
     ({"minProperties": 2, "patternProperties": {"^x": {"type": "null"}, "^y": {"type": "integer"}},
       "additionalProperties": False}, ['{"x":null,"y":1}', '{"y":1,"x":null,"x":null}'], ['{"x":null,"xx":null}']),
     ({"additionalProperties": {"type": ["integer", "null"]}, "not": {"additionalProperties": {"type": "integer"}}},
-     ['{"a":1,"b":null}', '{"a":1,"a":null}'], ['{"a":null,"a":1}', '{"a":1}'])])
+     ['{"a":1,"b":null}', '{"a":1,"a":null}'], ['{"a":null,"a":1}', '{"a":1}']),
+    ({"patternProperties": {"^x": {"type": ["integer", "null"]}, "^y": {"type": "null"}}, "additionalProperties": False,
+      "not": {"patternProperties": {"^x": {"type": "integer"}}}},
+     ['{"x":null,"y":null}', '{"y":null,"x":null}', '{"x":1,"x":null}'], ['{"x":null,"x":1}', '{"y":null}']),
+    ({"additionalProperties": {"type": "null"}, "not": {"propertyNames": {"maxLength": 1}}},
+     ['{"aa":null,"bb":null}', '{"aa":null,"b":null,"aa":null}'], ['{"a":null}', "{}"])])
 def test_repeated_keys_do_not_fulfil_what_the_last_of_them_does_not(schema: dict[str, Any], right: list[str],
                                                                     wrong: list[str]) -> None:
     grammar = compile_grammar(json_schema={"type": "object", **schema}, engine="dfa")
@@ -335,6 +342,37 @@ def test_more_undeclared_keys_than_can_be_told_apart_are_refused(engine: str) ->
     schema = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}}
     with pytest.raises(GrammarUnsupported, match="/minProperties"):
         compile_grammar(json_schema=schema, engine=engine)
+
+
+NOT_ALL_INTEGERS_NOR_ALL_NULL = {"type": "object", "additionalProperties": {"type": ["integer", "null"]}, "allOf": [
+    {"not": {"additionalProperties": {"type": "integer"}}}, {"not": {"additionalProperties": {"type": "null"}}}]}
+
+
+def test_conditions_that_need_several_undeclared_keys_are_refused() -> None:
+    with pytest.raises(GrammarUnsupported, match="2 conditions"):
+        schema_to_language(NOT_ALL_INTEGERS_NOR_ALL_NULL)
+    report = SchemaReport()
+    schema_to_language(NOT_ALL_INTEGERS_NOR_ALL_NULL, options=JsonOptions(lenient=True), report=report)
+    assert len(report.not_enforced) == 1 and "2 conditions" in report.not_enforced[0]
+
+
+def test_conditions_that_one_undeclared_key_meets_are_followed() -> None:
+    kinds = [{"additionalProperties": {"type": kind}} for kind in ("string", "integer", "null")]
+    dfa = automaton({"type": "object", "minProperties": 1, "oneOf": kinds})
+    assert dfa.accepts('{"a":"x"}') and dfa.accepts('{"a":1,"b":2}') and not dfa.accepts('{"a":1,"b":"x"}')
+
+
+@pytest.mark.parametrize("bounds", [dict(minProperties=10**9), dict(maxProperties=10**9)], ids=str)
+def test_huge_number_of_properties_is_refused_at_once(bounds: dict[str, int]) -> None:
+    with pytest.raises((GrammarTooLarge, GrammarUnsupported), match="properties"):
+        schema_to_language({"type": "object", "properties": {"a": INTEGER}, **bounds})
+
+
+def test_lenient_counts_distinct_keys_as_far_as_it_can() -> None:
+    report = SchemaReport()
+    schema = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}}
+    dfa = compile_language(schema_to_language(schema, options=JsonOptions(lenient=True), report=report))
+    assert dfa.accepts('{"a":null}') and not dfa.accepts("{}") and "/minProperties" in report.not_enforced[0]
 
 
 def test_keyword_of_another_draft_is_ignored() -> None:

@@ -33,7 +33,8 @@ TAG = {"type": "structural_tag", "triggers": ["<function=", "[["], "structures":
 SAME_MASKS: list[dict[str, Any]] = [
     dict(regex="(ab)+"), dict(regex="a|ab"), dict(regex=r"[0-9]+(\.[0-9]+)?"), dict(regex="[^\"\\n]{2,9}x"),
     dict(regex="[\U0001F600\U0001F601]{2}|\u00e9+"), dict(choices=["yes", "no", "no way"]),
-    dict(json_schema={"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yes", True, None]}},
+    dict(json_schema={"type": "object",
+                      "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yes", True, None]}},
                       "required": ["a"], "additionalProperties": False}),
     dict(json_schema={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}),
     dict(json_schema={"type": "integer", "minimum": 0, "maximum": 120}),
@@ -275,6 +276,8 @@ def test_json_valid_document_accepted(schema: Any, text: str) -> None:
     ({"$ref": "#/x-types/a", "x-types": {"a": {"type": "string", "pattern": r"\d"}}}, {}, "x-types"),
     ({"type": "array", "items": {"$id": "http://a/b", "$ref": "#/$defs/c", "$defs": {"c": True}}}, {},
      "reference below"),
+    ({"type": "object", "minProperties": 2, "patternProperties": {"^a": True}}, dict(strict=True), "/minProperties"),
+    ({"required": [[1]], "properties": {}, "minProperties": 2}, {}, "/minProperties"),
 ], ids=str)
 def test_json_what_is_not_followed_is_refused_by_name(schema: Any, options: dict[str, Any], words: str) -> None:
     """X03."""
@@ -323,6 +326,51 @@ def test_json_recursion_goes_on_at_any_depth() -> None:
     assert not grammar.accepts(compact(value).replace('{"value":0}', '{"value":"0"}'))
     limited = compile_grammar(json_schema=NODE)
     assert limited.engine == "dfa-depth-5" and not limited.accepts(compact(value))
+
+
+def test_json_least_number_of_properties_counts_each_key_once() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "minProperties": 2}
+    source = json_matcher(schema)
+    assert accepts(source, '{"a":null,"b":1}') and not accepts(source, '{"a":null}')
+    assert not accepts(source, '{"a":null,"a":null}')
+    tag = {"type": "structural_tag", "triggers": ["("], "structures": [
+        {"begin": "(", "schema": {"type": "object", "minProperties": 2}, "end": ")"}]}
+    with pytest.raises(GrammarUnsupported, match="/minProperties"):
+        structural_tag_matcher(tag, JsonOptions(strict=True))
+
+
+def test_json_exclusive_alternatives_are_followed() -> None:
+    """`oneOf` is one of the words llguidance does not know; a reference into one must not lose its way."""
+    source = json_matcher({"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]})
+    assert [text for text in ("1", '"a"', '"ab"', "null") if accepts(source, text)] == ["1", '"a"']
+    source = json_matcher({"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/oneOf/0"}}]})
+    assert accepts(source, "[null]") and not accepts(source, "[1]")
+
+
+@pytest.mark.parametrize("schema", [
+    {"multipleOf": 1_000_003}, {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+    {"properties": {letter: {"multipleOf": 50_000 + ord(letter)} for letter in "abcd"}}, {"multipleOf": 1000.003},
+], ids=str)
+def test_json_multiples_with_too_many_remainders_are_too_large(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarTooLarge, match="multipleOf: more than 140,000 remainders"):
+        json_matcher(schema)
+
+
+@pytest.mark.parametrize("schema", [
+    {"multipleOf": 10**9}, {"multipleOf": 1e-9}, {"allOf": [{"multipleOf": 3 * 10**8}, {"multipleOf": 7}]}], ids=str)
+def test_json_multiples_that_overflow_the_matcher_are_too_large(schema: dict[str, Any]) -> None:
+    """Of 10**9 it refused every multiple."""
+    with pytest.raises(GrammarTooLarge, match="multipleOf: a multiple, or a common one, of more than 400,000,000"):
+        json_matcher(schema)
+
+
+def test_json_multiples_within_the_limit_are_followed() -> None:
+    source = json_matcher({"type": "integer", "multipleOf": 100_003})
+    assert accepts(source, "300009") and not accepts(source, "300010")
+    assert accepts(json_matcher({"type": "integer", "multipleOf": 10**8}), "300000000")
+    primes = json_matcher({"properties": {str(n): {"type": "integer", "multipleOf": n}
+                                          for n in (7, 11, 13, 17, 19, 23)}})
+    assert accepts(primes, '{"7":14,"23":46}') and not accepts(primes, '{"7":15}')
 
 
 def test_json_random_documents_of_random_walks_are_valid() -> None:
