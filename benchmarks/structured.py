@@ -216,7 +216,7 @@ def forced_share(schema: Any, documents: list[Any], vocabulary: Vocabulary, whit
         state = 0
         for token in ids:
             counts[1] += 1
-            counts[2] += grammar.tables.forced_token[state] == token
+            counts[2] += int(grammar.tables.forced_token[state] == token)
             state = grammar.tables.advance(state, token)
     return counts[0], counts[1], counts[2]
 
