@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from jradix import LLM, SamplingParams
 from test_llm import compiled, folder  # noqa: F401  (fixtures)
-from test_structured import GRAMMARS, SIZES, check, fits, params
+from test_structured import GRAMMARS, SIZES, check, fits, llm, params, shared  # noqa: F401  (llm, shared: fixtures)
 
 TREE = {"$ref": "#/$defs/node", "$defs": {"node": {
     "type": "object", "properties": {"v": {"type": "boolean"}, "next": {"anyOf": [{"type": "null"},
@@ -19,18 +18,6 @@ TREE = {"$ref": "#/$defs/node", "$defs": {"node": {
 ENDLESS: dict[str, Any] = dict(json_schema=TREE, grammar_options={"max_depth": None})
 LARK: dict[str, Any] = dict(grammar='start: "(" item ("," item)* ")"\nitem: "x" | "y" start\n')
 HOSTILE: dict[str, Any] = dict(regex="(a|b)*a(a|b){18}")
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path, compiled: Path) -> Iterator[LLM]:  # noqa: F811
-    with LLM(folder, compile_cache_dir=compiled, **SIZES) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared: LLM) -> LLM:
-    shared.cache.clear()
-    return shared
 
 
 def balanced(text: str) -> bool:
