@@ -173,7 +173,7 @@ def test_parameters_each_assigned_once_and_from_the_right_rows(tmp_path: Path) -
     sources = [name for parameter in loader.parameter_sources(model.config) for name, _ in parameter.parts]
     assert sorted(sources) == sorted(weights)
     at = "model.layers.1.self_attn."
-    fused = np.concatenate([weights[f"{at}{n}_proj.weight"] for n in "qkv"]).T
+    fused = np.concatenate([weights[f"{at}{n}_proj.weight"] for n in "qkv"])
     arrays = named_parameters(model)
     np.testing.assert_array_equal(arrays["layers.1.attention.qkv.kernel"], fused)
     np.testing.assert_array_equal(arrays["layers.1.attention.qkv.bias"],

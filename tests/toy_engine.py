@@ -58,7 +58,7 @@ def toy_decoder(config: ModelConfig, weights: Mapping[str, np.ndarray]) -> Decod
     arrays = {}
     for parameter in parameter_sources(config):
         value = np.concatenate([weights[name] for name, _ in parameter.parts])
-        arrays[parameter.path] = jax.device_put(np.array(value.T if parameter.transpose else value), CPU)
+        arrays[parameter.path] = jax.device_put(value, CPU)
     assert set(arrays) == set(abstract_parameters(config, jnp.float32))
     return build_decoder(config, jnp.float32, arrays)
 

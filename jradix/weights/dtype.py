@@ -91,7 +91,7 @@ def _measure(dtype: jnp.dtype, device: jax.Device, hidden: int, intermediate: in
     """Median seconds of the model's MLP matmuls with weights of this type."""
     num_layers = min(max(MEASURED_WEIGHTS // (3 * hidden * intermediate), 1), MEASURED_LAYERS)
     with jax.default_device(device):
-        layers = [(jnp.full((hidden, 2 * intermediate), 0.01, dtype), jnp.full((intermediate, hidden), 0.01, dtype))
+        layers = [(jnp.full((2 * intermediate, hidden), 0.01, dtype), jnp.full((hidden, intermediate), 0.01, dtype))
                   for _ in range(num_layers)]
         x = jnp.ones((MEASURED_ROWS, hidden), jnp.float32)
 

@@ -52,12 +52,10 @@ class Parameter:
 
     Attributes:
       path: its path in the Decoder.
-      parts: (tensor name, shape in the checkpoint), side by side along the output axis.
-      transpose: the checkpoint has [out, in], the Decoder [in, out].
+      parts: (tensor name, shape in the checkpoint), one after the other along the output axis, the first.
     """
     path: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
-    transpose: bool = False
 
 
 def load_model(files: ModelFiles, *, dtype: str | jnp.dtype, device: jax.Device,
@@ -194,7 +192,7 @@ def parameter_sources(config: ModelConfig) -> list[Parameter]:
             ("mlp.down", config.mlp_bias, inner, (("mlp.down_proj", hidden),)))
         for path, has_bias, num_in, parts in projections:
             parameters.append(Parameter(f"{ours}.{path}.kernel", tuple(
-                (f"{theirs}.{name}.weight", (num_out, num_in)) for name, num_out in parts), transpose=True))
+                (f"{theirs}.{name}.weight", (num_out, num_in)) for name, num_out in parts)))
             if has_bias:
                 parameters.append(Parameter(f"{ours}.{path}.bias", tuple(
                     (f"{theirs}.{name}.bias", (num_out,)) for name, num_out in parts)))
@@ -235,15 +233,13 @@ def _assemble(parameter: Parameter, target: jax.ShapeDtypeStruct, source: Tensor
     start = 0
     for name, _ in parameter.parts:
         tensor = source.read(name)
-        tensor = tensor.T if parameter.transpose else tensor
-        width = tensor.shape[-1] if parameter.transpose or tensor.ndim == 1 else target.shape[-1]
-        place = out[..., start:start + width]
+        place = out[start:start + len(tensor)]
         with np.errstate(over="ignore"):
             place[...] = tensor
-        start += width
+        start += len(tensor)
         if target.dtype == np.float16 and not np.isfinite(place).all():
             raise CheckpointError(f"tensor {name!r} has values beyond float16 (65,504); load it as bfloat16 or float32")
-    assert start == target.shape[-1], (parameter, start)
+    assert start == len(out), (parameter, start)
     return out
 
 

@@ -25,7 +25,7 @@ from jradix.models.decoder import Decoder, abstract_parameters, build_decoder, n
 from jradix.weights.loader import load_config, load_generation_config, load_hf_config
 
 WEIGHTS_FOLDER = "weights"
-FORMAT = 1
+FORMAT = 2
 
 # One sharding for every parameter, or a choice by its path and shape.
 Placement: TypeAlias = Sharding | Callable[[str, tuple[int, ...]], Sharding]
