@@ -21,7 +21,7 @@ from jradix.grammar.json_values import ANY_OBJECT, Arrays, Branch, Objects
 from jradix.grammar.language import Lang, alt, nothing, text
 from jradix.grammar.limits import GrammarLimits
 
-FREE_VALUE_STATES = 14_000     # expected states up to which free values are given more depth
+FREE_VALUE_STATES = 20_000     # expected states up to which free values are given more depth
 HOPELESS_STATES = 1_000_000    # far beyond any limit, even when the estimate is off
 MIN_FREE_DEPTH = 3             # given whatever it costs, as most documents nest free values so deep
 VALUE_STATES = 60              # of a free scalar with its place

@@ -173,7 +173,8 @@ PATTERNS = [r"(ab)+", r"a|ab", r"\d{1,3}\.\w?", r"(?i)stra\u00dfe|k", r"[^\W\d_]
             r"^a+$|^b$", ".+",
             r"(?s:.)\s", r"(?P<n>a)(?#c)b{,2}?", r"\x41\n?\\/\.", r"[]a-c\]^-]+", r"\p{Lu}\p{Nd}*", r"(?a:\w\d)+",
             r"\N{BULLET}?a{b}",
-            r"a{2}b{1,}c{0,1}", r"(?i:[a-f]x)+Y", r"(?-i:a)B", r"((a|b)c?|)*d", r"\0\07|\101", r"[\s\S]", r"\Aa\Z"]
+            r"a{2}b{1,}c{0,1}", r"(?i:[a-f]x)+Y", r"(?-i:a)B", r"((a|b)c?|)*d", r"\0\07|\101", r"[\s\S]", r"\Aa\Z",
+            r"(?:ab){1,2}a", r"(?:a+b){2}a+c|(?:ab)*a*", r"x(?:(?:ab)?a){2}", r"()a(?:ba)?b", r"(?:a|b){2}a"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -201,6 +202,15 @@ def test_regex_random_texts_equals_re_fullmatch(pattern: str) -> None:
             assert start.copy().walk((text + char).encode()) == (dfa.walk(0, text + char) >= 0), text + char
         accepted += expected
     assert accepted > 5
+
+
+@pytest.mark.parametrize("pattern", [r"^(?:\S+\s+){0,49}\S+$", r"^(?:\S+\s+){0,3}\S+$"])
+def test_schema_bounded_words_and_characters_accepts_up_to_the_bounds(pattern: str) -> None:
+    most = int(re.search(r",(\d+)", pattern).group(1)) + 1
+    grammar = compile_grammar(json_schema=dict(type="string", pattern=pattern, maxLength=500), engine="matcher")
+    assert all(grammar.accepts(json.dumps(" ".join(["word"] * n))) for n in range(1, most + 1))
+    assert not grammar.accepts(json.dumps(" ".join(["word"] * (most + 1))))
+    assert grammar.accepts(json.dumps("w" * 500)) and not grammar.accepts(json.dumps("w" * 501))
 
 
 @pytest.mark.parametrize("pattern", ["(^a|b)c", "a$b", "(?m)a$\n^b", "(a|b$)c"])
