@@ -273,11 +273,11 @@ def make_yardsticks(matrices: list[Array]) -> dict[str, Callable[[], None]]:
     """What the machine can do: reading every weight once as a matrix-vector product, and one large matrix product."""
     @jax.jit
     def read(matrices: list[Array]) -> list[Array]:
-        return [matmul(jnp.ones((1, matrix.shape[0])), matrix).sum() for matrix in matrices]
+        return [matmul(jnp.ones((1, matrix.shape[1])), matrix).sum() for matrix in matrices]
 
     tokens, num_in, num_out = MATMUL
     a = jnp.ones((tokens, num_in))
-    b = jnp.ones((num_in, num_out), matrices[0].dtype)
+    b = jnp.ones((num_out, num_in), matrices[0].dtype)
     product = jax.jit(matmul)
     return dict(read=lambda: jax.block_until_ready(read(matrices)), matmul=lambda: jax.block_until_ready(product(a, b)))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jradix.config import StepShape
+from jradix.config import SHARED_MEMBERS, StepShape
 
 NUM_STOP_IDS = 32   # stop token ids per row that the step knows
 LOGIT_BLOCK = 32    # prompt positions whose logits are computed together
@@ -31,6 +31,8 @@ class StepBatch(NamedTuple):
       row_slots: int32[S], each row's place in the per-slot device state; the extra last slot for padding rows.
       is_sampled: int32[S], 1 where the row's last token is followed by a sampled one.
       num_decode: int32[1], leading rows with exactly one token.
+      shared_lens: int32[P], tokens of the prefix that the queries of a part read together, whole pages; 0: no part.
+      shared_members: int32[P, SHARED_MEMBERS], these queries: rows, in a short step flat tokens; padded with T.
     """
     tokens: Any
     token_src: Any
@@ -40,6 +42,8 @@ class StepBatch(NamedTuple):
     row_slots: Any
     is_sampled: Any
     num_decode: Any
+    shared_lens: Any
+    shared_members: Any
 
 
 class RowParams(NamedTuple):
@@ -169,16 +173,21 @@ class StepLayout:
       shape: S rows and C chunk tokens.
       num_groups: G.
       max_pages: M.
+      page_size: tokens of a page.
       num_logit_rows: W, a multiple of LOGIT_BLOCK and at least the T of the engine's largest shape.
       vocab_size: V, width of the head.
+      shared_attention: there is room for groups of rows with a common prefix.
     """
 
-    def __init__(self, shape: StepShape, *, num_groups: int, max_pages: int, num_logit_rows: int, vocab_size: int):
+    def __init__(self, shape: StepShape, *, num_groups: int, max_pages: int, page_size: int, num_logit_rows: int,
+                 vocab_size: int, shared_attention: bool = True):
         self.shape = shape
-        rows = shape.num_rows
+        self.page_size = page_size
+        rows, num_parts = shape.num_rows, shape.num_shared_parts if shared_attention else 0
         self._ints: dict[str, tuple[int, ...]] = dict(
             tokens=(shape.num_tokens,), token_src=(rows,), cu_q_lens=(rows + 1,), kv_lens=(rows,),
-            page_table=(num_groups, rows, max_pages), row_slots=(rows,), is_sampled=(rows,), num_decode=(1,))
+            page_table=(num_groups, rows, max_pages), row_slots=(rows,), is_sampled=(rows,), num_decode=(1,),
+            shared_lens=(num_parts,), shared_members=(num_parts, SHARED_MEMBERS))
         self._row_ints: dict[str, tuple[int, ...]] = dict(
             output_positions=(rows,), tokens_left=(rows,), min_tokens=(rows,), stop_ids=(rows, NUM_STOP_IDS),
             top_k=(rows,), seeds=(rows, 2), grammar_states=(rows,), mask_places=(rows,), uses_history=(rows,),

@@ -46,6 +46,8 @@ class EngineConfig:
         at once when one more would have to evict.
       num_host_pages: pages of each group that the host's memory takes over when the device's pool is short (0: none).
       grammar_bytes: device memory for the tables of grammars, of all that are in use together (0: no grammars).
+      jump_decoding: forced tokens of a grammar are appended without a pass of their own.
+      shared_attention: rows that hold the same prefix read its KV together where that pays.
     """
     page_size: int = 16
     num_pages: int = 1024
@@ -68,6 +70,7 @@ class EngineConfig:
     num_host_pages: int = 0
     grammar_bytes: int = 64 * 2**20
     jump_decoding: bool = True
+    shared_attention: bool = True
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "decode_steps",
@@ -138,7 +141,27 @@ class GrammarSizes:
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 CHUNK_BUCKETS = (32, 64, 128, 256, 512, 2048, 8192)
 SHORT_TOKENS = 16     # longest row of a short step
+SHARED_MEMBERS = 8    # queries that read a shared prefix together, in one part of a group
 MAX_PROGRAMS = 24
+
+
+@dataclass(frozen=True)
+class SharingCost:
+    """What attention to a prefix costs, in units of one query that reads one key by itself.
+
+    Attributes:
+      read: per key of the prefix, for each part of up to `SHARED_MEMBERS` queries.
+      member: per key of the prefix and query of a part.
+      part: per part, whatever its length.
+    """
+    read: float = 0.6
+    member: float = 0.4
+    part: float = 200.0
+
+    def gain(self, num_queries: int, num_tokens: int) -> float:
+        """What is saved when so many queries read a prefix of so many tokens together."""
+        parts = -(-num_queries // SHARED_MEMBERS)
+        return num_tokens * (num_queries * (1 - self.member) - parts * self.read) - parts * self.part
 
 
 @dataclass(frozen=True, order=True)
@@ -161,6 +184,11 @@ class StepShape:
     @property
     def has_chunks(self) -> bool:
         return self.num_chunk_tokens > 0 and not self.is_short
+
+    @property
+    def num_shared_parts(self) -> int:
+        """Parts of groups with a shared prefix that the step has room for, whichever queries form them."""
+        return (self.num_tokens if self.is_short else self.num_rows) // 2
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,8 @@ class Engine:
                           finished=done.num_finished, preemptions=done.num_preemptions, failures=self._num_failures),
             tokens=dict(computed=done.num_computed_tokens, computed_prompt=done.num_computed_prompt_tokens,
                         cached_prompt=done.num_cached_prompt_tokens, recomputed=done.num_recomputed_tokens,
-                        generated=done.num_generated_tokens, forced=done.num_forced_tokens),
+                        generated=done.num_generated_tokens, forced=done.num_forced_tokens,
+                        saved_kv_reads=done.num_saved_kv_reads),
             cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
                        hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
                        evicted_pages=cache.counters.num_evicted_pages,
@@ -609,7 +610,8 @@ class Engine:
             num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching,
             num_host_pages=self.config.num_host_pages, eviction_policy=self.config.eviction_policy,
             min_ttl_s=self.config.min_ttl_s, max_pinned_fraction=self.config.max_pinned_fraction, clock=self._clock)
-        self.scheduler = Scheduler(self.config, self.cache, shapes=self._runner.shapes, clock=self._clock)
+        self.scheduler = Scheduler(self.config, self.cache, shapes=self._runner.shapes,
+                                   sharing=self._runner.sharing_cost, clock=self._clock)
         if self._grammars is not None:
             self._grammars.reset()
 
@@ -622,6 +624,8 @@ def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
         if getattr(config, name) > getattr(runner, name):
             raise ValueError(f"{name}={getattr(config, name)}, but the runner was made with {getattr(runner, name)}; "
                              "expected at most that")
+    if config.shared_attention and not runner.shared_attention:
+        raise ValueError("shared_attention=True, but the runner was made without it; its steps have no room for groups")
 
 
 @contextlib.contextmanager

@@ -72,6 +72,9 @@ class LLM:
       max_pinned_fraction: share of the KV pool that `cache.pin` may protect.
       host_cache_bytes: memory of the machine for KV that the device's pool has no room for; None: none.
       grammar_bytes: device memory for the tables of grammars in use; 0: no grammars.
+      shared_attention: rows that share a prefix read its KV together where that pays.
+      attention: implementation of the attention, one of `jradix.ops.attention.IMPLEMENTATIONS`; None: the first that
+        serves the device.
       jump_decoding: tokens that a grammar leaves no choice about are not computed one by one. The tokens are the same.
       grammar_start: "tables": a request waits until its grammar is compiled; "matcher": for interactive use, it starts
         at once on a matcher where there is one, and its tokens may differ from those of later runs.
@@ -103,6 +106,7 @@ class LLM:
                  eviction_policy: str = "lru", min_ttl_s: float = 0.0, max_wait_s: float = 1.0,
                  max_pinned_fraction: float = 0.5, host_cache_bytes: int | None = None,
                  load_cache: str | Path | None = None, grammar_bytes: int = 64 * 2**20,
+                 shared_attention: bool = True, attention: str | None = None,
                  jump_decoding: bool = True, grammar_start: str = "tables", grammar_workers: int | None = None,
                  grammar_cache_dir: str | Path | None = "auto", decode_steps: int = 1,
                  overlap: bool = True, use_generation_config: bool = True, warmup: str = "none",
@@ -128,7 +132,7 @@ class LLM:
                              eviction_policy=eviction_policy, min_ttl_s=min_ttl_s, max_wait_s=max_wait_s,
                              max_pinned_fraction=max_pinned_fraction, grammar_bytes=grammar_bytes,
                              decode_steps=decode_steps, overlap=overlap, enable_prefix_caching=enable_prefix_caching,
-                             jump_decoding=jump_decoding)
+                             jump_decoding=jump_decoding, shared_attention=shared_attention)
         plan = plan_memory(
             model_config, device=chosen, weight_dtype=weight_dtype, kv_dtype=pool_dtype, page_size=page_size,
             max_num_seqs=max_num_seqs, step_tokens=StepShapes.for_engine(sizes).all()[-1].num_tokens,
@@ -149,7 +153,7 @@ class LLM:
         vocabulary = load_vocabulary(self.tokenizer, model_config.vocab_size, eos_ids)
         runner = ModelRunner(weights, model_config, self.config, device=chosen, kv_dtype=pool_dtype,
                              num_valid_tokens=self.tokenizer.vocab_size, eos_ids=eos_ids,
-                             token_bytes=vocabulary.token_bytes if vocabulary else None)
+                             token_bytes=vocabulary.token_bytes if vocabulary else None, implementation=attention)
         self.model_name = files.name
         self.memory_plan = plan
         weights_name = weights_fingerprint(files)

@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jradix.ops.attention import IMPLEMENTATIONS, paged_attention
+from jradix.ops.attention import SharedPrefixes, paged_attention
+from jradix.ops.attention_native import why_not
+from pallas_kernels.errors import UnsupportedKernel
 
 TOLERANCE = 2e-5   # float32 softmax sums over up to 300 keys of unit variance; 3e-6 is seen
+
+
+FORMS = ("xla", pytest.param("native", marks=pytest.mark.skipif(why_not() is not None, reason=str(why_not()))))
+on_each_form = pytest.mark.parametrize("form", FORMS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def compiled(**settings: object) -> object:
 def check(rows: Rows, *, page_size: int = 16, heads: int = 4, kv_heads: int = 2, head_dim: int = 16,
           sliding_window: int | None = None, soft_cap: float | None = None, num_padding_rows: int = 2,
           num_padding_tokens: int = 3, fill: float = np.nan, max_pages: int | None = None,
-          dtype: object = jnp.float32, tolerance: float = TOLERANCE) -> np.ndarray:
+          dtype: object = jnp.float32, tolerance: float = TOLERANCE, form: str = "xla") -> np.ndarray:
     """Runs one batch with every slot that nobody may see set to `fill`; returns the output."""
     random = np.random.default_rng(len(rows.kv_lens) * page_size + heads)
     num_tokens = sum(rows.q_lens)
@@ -89,7 +95,7 @@ def check(rows: Rows, *, page_size: int = 16, heads: int = 4, kv_heads: int = 2,
     cu_q_lens = np.cumsum([0, *rows.q_lens, *[0] * num_padding_rows]).astype(np.int32)
     kv_lens = np.array([*rows.kv_lens, *[0] * num_padding_rows], np.int32)
     settings = dict(sm_scale=head_dim ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap)
-    run = compiled(has_chunks=has_chunks, **settings)
+    run = compiled(has_chunks=has_chunks, implementation=form, **settings)
     out = np.asarray(run(padded, jnp.asarray(k_pages, dtype), jnp.asarray(v_pages, dtype), table, kv_lens, cu_q_lens,
                          np.int32(rows.num_decode)))
     expected = oracle(q, keys, values, rows, **settings)
@@ -98,50 +104,60 @@ def check(rows: Rows, *, page_size: int = 16, heads: int = 4, kv_heads: int = 2,
     return out
 
 
+@on_each_form
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-def test_attention_mixed_ragged_rows_match_the_oracle(page_size: int) -> None:
+def test_attention_mixed_ragged_rows_match_the_oracle(page_size: int, form: str) -> None:
     """N05: decode rows, chunks and padding rows in one batch; permuted pages; NaN wherever nobody may look."""
-    check(MIXED, page_size=page_size)
+    check(MIXED, page_size=page_size, form=form)
 
 
+@on_each_form
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (3, 16), (8, 64)])
-def test_attention_grouped_heads_match_the_oracle(group: int, head_dim: int) -> None:
-    check(Rows((3, 150, 20), (1, 1, 9)), heads=2 * group, kv_heads=2, head_dim=head_dim)
+def test_attention_grouped_heads_match_the_oracle(group: int, head_dim: int, form: str) -> None:
+    check(Rows((3, 150, 20), (1, 1, 9)), heads=2 * group, kv_heads=2, head_dim=head_dim, form=form)
 
 
+@on_each_form
 @pytest.mark.parametrize("window", [1, 7, 130])
-def test_attention_sliding_window_sees_no_older_key(window: int) -> None:
+def test_attention_sliding_window_sees_no_older_key(window: int, form: str) -> None:
     """Keys older than the window of all of a row's queries are NaN."""
-    check(MIXED, page_size=4, sliding_window=window)
+    check(MIXED, page_size=4, sliding_window=window, form=form)
 
 
-def test_attention_soft_cap_and_window_match_the_oracle() -> None:
-    check(MIXED, soft_cap=0.7, sliding_window=20, page_size=4)
+@on_each_form
+def test_attention_soft_cap_and_window_match_the_oracle(form: str) -> None:
+    check(MIXED, soft_cap=0.7, sliding_window=20, page_size=4, form=form)
 
 
-def test_attention_decode_only_with_window_matches_the_oracle() -> None:
-    check(DECODE, page_size=4, sliding_window=9)
+@on_each_form
+def test_attention_decode_only_with_window_matches_the_oracle(form: str) -> None:
+    check(DECODE, page_size=4, sliding_window=9, form=form)
 
 
-def test_attention_chunks_only_match_the_oracle() -> None:
-    check(Rows((64, 128, 10), (64, 63, 10)), page_size=16, kv_heads=1, num_padding_rows=0, num_padding_tokens=0)
+@on_each_form
+def test_attention_chunks_only_match_the_oracle(form: str) -> None:
+    check(Rows((64, 128, 10), (64, 63, 10)), page_size=16, kv_heads=1, num_padding_rows=0, num_padding_tokens=0,
+          form=form)
 
 
-def test_attention_only_padding_rows_give_zeros() -> None:
-    out = check(Rows((), ()), num_padding_rows=4, max_pages=3)
+@on_each_form
+def test_attention_only_padding_rows_give_zeros(form: str) -> None:
+    out = check(Rows((), ()), num_padding_rows=4, max_pages=3, form=form)
     assert out.shape == (4, 4, 16) and (out == 0).all()
 
 
+@on_each_form
 @pytest.mark.parametrize("rows", [MIXED, DECODE])
-def test_attention_output_bits_do_not_depend_on_invisible_slots(rows: Rows) -> None:
+def test_attention_output_bits_do_not_depend_on_invisible_slots(rows: Rows, form: str) -> None:
     """N05: 0, 1e4, NaN and infinity give the same bits."""
-    outputs = [check(rows, page_size=4, fill=fill) for fill in (0.0, 1e4, np.nan, np.inf, -np.inf)]
+    outputs = [check(rows, page_size=4, fill=fill, form=form) for fill in (0.0, 1e4, np.nan, np.inf, -np.inf)]
     assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
 
 
-def test_attention_table_width_does_not_change_the_bits() -> None:
+@on_each_form
+def test_attention_table_width_does_not_change_the_bits(form: str) -> None:
     """A page table that is no multiple of the key block must not read clamped pages."""
-    outputs = [check(MIXED, page_size=16, max_pages=width)[:sum(MIXED.q_lens)] for width in (19, 40)]
+    outputs = [check(MIXED, page_size=16, max_pages=width, form=form)[:sum(MIXED.q_lens)] for width in (19, 40)]
     assert np.array_equal(*outputs)
 
 
@@ -157,19 +173,19 @@ def test_attention_decode_row_bits_do_not_depend_on_neighbours() -> None:
     assert np.array_equal(alone[0], together[0])
 
 
-def test_attention_bfloat16_pages_stay_close_to_the_oracle() -> None:
+@on_each_form
+def test_attention_bfloat16_pages_stay_close_to_the_oracle(form: str) -> None:
     """Tolerance: q, keys and values rounded to 8 bits; the softmax itself is float32."""
-    check(Rows((40, 20), (1, 8)), dtype=jnp.bfloat16, tolerance=0.05)
+    check(Rows((40, 20), (1, 8)), dtype=jnp.bfloat16, tolerance=0.05, form=form)
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("has_chunks", [False, True])
-def test_attention_lowers_for_other_platforms(platform: str, has_chunks: bool, implementation: str | None) -> None:
+def test_attention_xla_lowers_for_other_platforms(platform: str, has_chunks: bool) -> None:
     num_tokens = 40 if has_chunks else 8
     spec = jax.ShapeDtypeStruct
     f = functools.partial(paged_attention, sm_scale=0.25, has_chunks=has_chunks, sliding_window=100,
-                          implementation=implementation)
+                          implementation="xla")
     pages = spec((32, 16, 128), jnp.bfloat16)
     traced = jax.jit(f).trace(spec((num_tokens, 4, 64), jnp.float32), pages, pages, spec((8, 20), jnp.int32),
                               spec((8,), jnp.int32), spec((9,), jnp.int32), spec((), jnp.int32))
@@ -181,3 +197,70 @@ def test_attention_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"implementation='fancy': expected one of .*'xla'.* or None"):
         paged_attention(zeros, zeros, zeros, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32),
                         jnp.zeros(2, jnp.int32), jnp.int32(0), sm_scale=1.0, implementation="fancy")
+
+
+@on_each_form
+@pytest.mark.parametrize("fill", [np.nan, np.inf])
+def test_attention_shared_prefixes_equal_each_row_by_itself(fill: float, form: str) -> None:
+    """Groups of 3, 2 and 9 rows (two parts), rows of no group, a chunk behind them; other slots poisoned."""
+    random = np.random.default_rng(3)
+    page_size, heads, kv_heads, head_dim, width = 4, 4, 2, 16, 40
+    prefix_of = [0, 0, 1, None, 1, 0, *[2] * 9]
+    prefix_pages = {0: 3, 1: 35, 2: 1}
+    num_rows = len(prefix_of) + 2                                       # a chunk, a padding row
+    kv_lens = np.zeros(num_rows, np.int32)
+    table = np.zeros((num_rows, width), np.int32)
+    ids = iter(random.permutation(np.arange(1, 300)))
+    shared_ids = {group: [next(ids) for _ in range(n)] for group, n in prefix_pages.items()}
+    for row in range(num_rows - 1):
+        group = prefix_of[row] if row < len(prefix_of) else None
+        first = shared_ids.get(group, [])
+        kv_lens[row] = len(first) * page_size + random.integers(1, 14)
+        pages = -(-kv_lens[row] // page_size)
+        table[row, :pages] = [*first, *(next(ids) for _ in range(pages - len(first)))]
+    chunk = len(prefix_of)
+    kv_lens[chunk] = 11
+    k_pages, v_pages = (np.full((300, page_size, kv_heads * head_dim), fill, np.float32) for _ in range(2))
+    for row in range(num_rows):
+        for position in range(kv_lens[row]):
+            place = table[row, position // page_size], position % page_size
+            if not np.isfinite(k_pages[place]).all():
+                k_pages[place], v_pages[place] = random.standard_normal((2, kv_heads * head_dim))
+    parts = [(0, [0, 1, 5]), (1, [2, 4]), (2, list(range(6, 14)))]      # the ninth row of the last stays alone
+    members = np.full((6, 8), num_rows + 5, np.int32)
+    lens = np.zeros(6, np.int32)
+    for part, (group, rows) in enumerate(parts):
+        members[part, :len(rows)], lens[part] = rows, prefix_pages[group] * page_size
+    q = random.standard_normal((chunk + 5, heads, head_dim)).astype(np.float32)
+    cu_q_lens = np.array([*range(chunk + 1), chunk + 5, chunk + 5], np.int32)
+    arguments = q, k_pages, v_pages, table, kv_lens, cu_q_lens, np.int32(chunk)
+    run = compiled(sm_scale=0.25, soft_cap=5.0, has_chunks=True, implementation=form)
+    together = np.asarray(run(*arguments, shared=SharedPrefixes(table[members[:, 0].clip(0, chunk)], lens, members)))
+    np.testing.assert_allclose(together, np.asarray(run(*arguments)), atol=2e-6)
+    assert np.isfinite(together).all()
+
+
+def test_attention_shared_prefixes_with_a_window_are_refused() -> None:
+    zeros, ints = jnp.zeros((1, 1, 2)), jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(ValueError, match="shared=None"):
+        paged_attention(zeros, zeros, zeros, ints, ints[0], jnp.zeros(2, jnp.int32), jnp.int32(0), sm_scale=1.0,
+                        sliding_window=3, shared=SharedPrefixes(ints, ints[0], ints))
+
+
+@pytest.mark.parametrize("name", ["mosaic_gpu", "pallas_tpu"])
+def test_attention_implementation_of_another_platform_is_refused_by_name(name: str) -> None:
+    zeros = jnp.zeros((1, 1, 2))
+    with pytest.raises(UnsupportedKernel, match=f"implementation='{name}' runs on .* this one is 'cpu'"):
+        paged_attention(zeros, zeros, zeros, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32),
+                        jnp.zeros(2, jnp.int32), jnp.int32(0), sm_scale=1.0, implementation=name)
+
+
+def test_attention_default_falls_back_to_xla_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The native form does not serve head_dim 6."""
+    with caplog.at_level("INFO", logger="jradix"):
+        for _ in range(2):
+            out = paged_attention(jnp.ones((1, 1, 6)), *[jnp.ones((2, 4, 6))] * 2, jnp.ones((1, 1), jnp.int32),
+                                  jnp.ones(1, jnp.int32), jnp.arange(2), jnp.int32(1), sm_scale=1.0)
+    np.testing.assert_allclose(out, 1.0)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("attention: xla")]
+    assert "not native" in line and "6" in line

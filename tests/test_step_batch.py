@@ -10,7 +10,8 @@ import pytest
 from jradix.batch import LOGIT_BLOCK, NUM_STOP_IDS, PackedBatch, StepBatch, StepLayout
 from jradix.cache.pages import SCRATCH_PAGE
 from jradix.cache.prefix_cache import Lease, PrefixCache
-from jradix.config import MAX_PROGRAMS, STATE_BYTES, EngineConfig, GrammarSizes, StepShape, StepShapes
+from jradix.config import (MAX_PROGRAMS, SHARED_MEMBERS, STATE_BYTES, EngineConfig, GrammarSizes, StepShape,
+                           StepShapes)
 from jradix.sampling_params import SamplingParams
 from jradix.sched.plan import NO_TOKEN, Row, StepNeeds, StepPlan, build_step_batch
 from jradix.sched.request import Request
@@ -22,7 +23,7 @@ VOCAB_SIZE = 50
 
 def make_layout(num_rows: int = 4, num_chunk_tokens: int = 16, num_groups: int = 1) -> StepLayout:
     return StepLayout(StepShape(num_rows, num_chunk_tokens), num_groups=num_groups, max_pages=MAX_PAGES,
-                      num_logit_rows=LOGIT_BLOCK, vocab_size=VOCAB_SIZE)
+                      page_size=4, num_logit_rows=LOGIT_BLOCK, vocab_size=VOCAB_SIZE)
 
 
 def make_request(tokens: Sequence[int], num_prompt: int | None = None, *, page_size: int = 4, num_groups: int = 1,
@@ -65,7 +66,7 @@ def test_layout_views_cover_each_buffer_once(num_rows: int, num_chunk_tokens: in
     packed = layout.allocate()
     views = [*layout.step_batch(packed.ints), *layout.row_params(packed.row_ints, packed.row_floats)]
     for value, view in enumerate(views, 1):
-        assert np.shares_memory(view, packed.ints) or np.shares_memory(view, packed.row_ints) or np.shares_memory(
+        assert not view.size or np.shares_memory(view, packed.ints) or np.shares_memory(view, packed.row_ints) or np.shares_memory(
             view, packed.row_floats)
         view += value
     for value, view in enumerate(views, 1):
@@ -88,7 +89,7 @@ def test_layout_shapes_follow_the_step_shape() -> None:
     batch, params = layout.step_batch(packed.ints), layout.row_params(packed.row_ints, packed.row_floats)
     assert {name: view.shape for name, view in batch._asdict().items()} == dict(
         tokens=(20,), token_src=(4,), cu_q_lens=(5,), kv_lens=(4,), page_table=(2, 4, MAX_PAGES), row_slots=(4,),
-        is_sampled=(4,), num_decode=(1,))
+        is_sampled=(4,), num_decode=(1,), shared_lens=(2,), shared_members=(2, SHARED_MEMBERS))
     assert params.stop_ids.shape == (4, NUM_STOP_IDS) and params.seeds.shape == (4, 2)
     assert {getattr(params, name).shape for name in params._fields if name not in ("stop_ids", "seeds")} == {(4,)}
 

@@ -18,7 +18,7 @@ from flax import nnx
 
 import oracle
 from jradix.cache.node import Tier
-from jradix.config import EngineConfig, StepShapes
+from jradix.config import EngineConfig, SharingCost, StepShapes
 from jradix.engine import Engine
 from jradix.models.config import ModelConfig, RopeConfig
 from jradix.models.decoder import Decoder, abstract_parameters, build_decoder
@@ -32,6 +32,7 @@ from toy_models import FAMILIES, toy_config, toy_weights
 
 CPU = jax.devices("cpu")[0]
 POOL_TOKENS = 1024
+FREE_SHARING = SharingCost(read=0.01, member=0.01, part=0.0)     # rows that share a page always read it together
 SIZES = dict(max_model_len=128, max_num_seqs=8, prefill_chunk_tokens=64, grammar_bytes=2**18)
 RIGGED_SHAPE = (16, 64)   # first tokens, positions
 TIE = 1e-4   # float32 sums of 64 terms over 2 layers are exact to about 1e-5: closer logits may change places
@@ -115,6 +116,7 @@ def _config(page_size: int = 4, **sizes: Any) -> EngineConfig:
 
 
 def _few_shapes(runner: ModelRunner, all_shapes: bool = False) -> ModelRunner:
+    runner.sharing_cost = FREE_SHARING
     if not all_shapes:
         runner.shapes = StepShapes(runner.shapes.row_buckets[-1:], runner.shapes.row_buckets[-1:],
                                    runner.shapes.chunk_buckets[-1:])

@@ -1,20 +1,53 @@
-"""Paged attention over ragged rows: one operation, the implementation chosen by name."""
+"""Paged attention over ragged rows: one operation, several implementations, chosen by name or by device.
+
+An implementation is a module with the functions `decode`, `extend` and `shared_prefix` of `attention_xla`. What it
+cannot serve it refuses with `UnsupportedKernel`.
+"""
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 from jax import Array
 
-from jradix.ops.attention_xla import paged_attention_xla
+from pallas_kernels.errors import UnsupportedKernel
+from pallas_kernels.merge import merge
 
-IMPLEMENTATIONS = ("xla",)
+logger = logging.getLogger("jradix")
+
+IMPLEMENTATIONS = ("mosaic_gpu", "pallas_tpu", "native", "xla")
+_MODULES = dict(mosaic_gpu="pallas_kernels.mosaic_gpu", pallas_tpu="pallas_kernels.pallas_tpu",
+                native="jradix.ops.attention_native", xla="jradix.ops.attention_xla")
+_PLATFORMS = dict(mosaic_gpu=("gpu", "cuda"), pallas_tpu=("tpu",), native=("cpu",))     # xla: all
+
+
+class SharedPrefixes(NamedTuple):
+    """Groups of decode rows whose contexts begin with the same pages.
+
+    Attributes:
+      pages: int32[P, M], pages of each group's prefix.
+      lens: int32[P], tokens of the prefix, whole pages; 0 for padding groups, which stand last.
+      members: int32[P, R], the group's rows, among the decode rows, each row in at most one group; padded with numbers
+        beyond all rows. A group of more than R rows is given in parts.
+    """
+    pages: Array
+    lens: Array
+    members: Array
 
 
 def paged_attention(q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lens: Array, cu_q_lens: Array,
                     num_decode: Array, *, sm_scale: float, sliding_window: int | None = None,
-                    soft_cap: float | None = None, has_chunks: bool = True, implementation: str | None = None) -> Array:
+                    soft_cap: float | None = None, shared: SharedPrefixes | None = None, has_chunks: bool = True,
+                    implementation: str | None = None, platform: str | None = None) -> Array:
     """Causal attention of each row's new tokens over its whole context, which is in the pages already.
 
     Args:
-      q: [T, Hq, D] queries, rows one after the other, decode rows first.
+      q: float32[T, Hq, D] queries, rows one after the other, decode rows first.
       k_pages, v_pages: [N, page_size, Hkv * D].
       page_table: int32[S, M] pages of each row.
       kv_lens: int32[S] context lengths including the new tokens; 0 for padding rows.
@@ -23,16 +56,114 @@ def paged_attention(q: Array, k_pages: Array, v_pages: Array, page_table: Array,
       sm_scale: factor on the scores.
       sliding_window: a token sees this many tokens, itself included; None: all.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None: as they are.
+      shared: prefixes that are read once for all rows that share them; None: each row reads its own.
       has_chunks: False promises that all rows are decode rows.
-      implementation: one of `IMPLEMENTATIONS`; None takes the first that can. A name is used or refused.
+      implementation: one of `IMPLEMENTATIONS`, used or refused; None takes the first that serves the platform, and says
+        in the log which one.
+      platform: of the device that will run it; None: the default device's.
 
     Returns:
       float32[T, Hq, D]; padding tokens hold finite garbage.
 
     Raises:
-      ValueError: unknown implementation.
+      ValueError: an unknown implementation, or shared prefixes together with a window.
+      UnsupportedKernel: the named implementation does not serve these arguments.
     """
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation={implementation!r}: expected one of {IMPLEMENTATIONS} or None")
-    return paged_attention_xla(q, k_pages, v_pages, page_table, kv_lens, cu_q_lens, num_decode, sm_scale=sm_scale,
-                               sliding_window=sliding_window, soft_cap=soft_cap, has_chunks=has_chunks)
+    check_implementation(implementation, platform)
+    if shared is not None and sliding_window is not None:
+        raise ValueError("shared prefixes with a sliding window: its rows do not see the whole prefix; "
+                         "pass shared=None")
+    platform = platform or jax.default_backend()
+    settings = dict(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    arguments = q, k_pages, v_pages, page_table, kv_lens, cu_q_lens, num_decode, shared, has_chunks
+    if implementation is not None:
+        return _attend(implementation, platform, *arguments, **settings)
+    reasons = []
+    for name in IMPLEMENTATIONS:
+        if platform not in _PLATFORMS.get(name, (platform,)):
+            continue
+        try:
+            out = _attend(name, platform, *arguments, **settings)
+        except UnsupportedKernel as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        _say(name, tuple(reasons))
+        return out
+    raise AssertionError("the XLA form serves everything")
+
+
+def check_implementation(name: str | None, platform: str | None = None) -> None:
+    """Refuses a name that nothing has, or that cannot run on this platform; None is always good.
+
+    Raises:
+      ValueError: an unknown name.
+      UnsupportedKernel: the implementation does not run there, or cannot be loaded.
+    """
+    if name not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation={name!r}: expected one of {IMPLEMENTATIONS} or None")
+    if name is not None:
+        _form(name, platform or jax.default_backend())
+
+
+def _form(name: str, platform: str) -> ModuleType:
+    platforms = _PLATFORMS.get(name, (platform,))
+    if platform not in platforms:
+        raise UnsupportedKernel(f"implementation={name!r} runs on {platforms[0]} devices, this one is {platform!r}; "
+                                f"leave implementation out, or use 'xla'")
+    if name == "mosaic_gpu" and not _is_hopper():
+        raise UnsupportedKernel("implementation='mosaic_gpu' is written for Hopper GPUs (compute capability 9.0), this "
+                                f"one is a {jax.devices('gpu')[0].device_kind}; leave implementation out, or use 'xla'")
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        raise UnsupportedKernel(f"implementation={name!r} cannot be loaded: {error}") from error
+    if name == "native" and (reason := module.why_not(backend=platform)):
+        raise UnsupportedKernel(reason)
+    return module
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    """True also where no GPU is: the program is then compiled for one that is elsewhere."""
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        return True
+    return getattr(device, "compute_capability", "").startswith("9.")
+
+
+@functools.cache
+def _say(name: str, reasons: tuple[str, ...]) -> None:
+    logger.info("attention: %s%s", name, "".join(f"; not {reason}" for reason in reasons))
+
+
+def _attend(name: str, platform: str, q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lens: Array,
+            cu_q_lens: Array, num_decode: Array, shared: SharedPrefixes | None, has_chunks: bool, *, sm_scale: float,
+            sliding_window: int | None, soft_cap: float | None) -> Array:
+    form = _form(name, platform)
+    if name == "mosaic_gpu":
+        q = q.astype(k_pages.dtype)         # its products take operands of one type
+    num_tokens, num_rows = q.shape[0], page_table.shape[0]
+    is_decode = jnp.arange(num_rows) < num_decode
+    settings = dict(sm_scale=sm_scale, soft_cap=soft_cap)
+    starts = None if shared is None else _spread(shared, shared.lens[:, None], jnp.zeros(num_rows, jnp.int32))
+    out, lse = form.decode(q[:num_rows], k_pages, v_pages, page_table, jnp.where(is_decode, kv_lens, 0), starts,
+                           sliding_window=sliding_window, **settings)
+    if shared is not None:
+        prefix_out, prefix_lse = form.shared_prefix(q[:num_rows], k_pages, v_pages, shared.pages, shared.lens,
+                                                    shared.members, **settings)
+        out, _ = merge((out, _spread(shared, prefix_out, jnp.zeros_like(out))),
+                       (lse, _spread(shared, prefix_lse, jnp.full_like(lse, -jnp.inf))))
+    if not has_chunks:
+        return out
+    chunks, _ = form.extend(q, k_pages, v_pages, page_table, kv_lens, jnp.maximum(cu_q_lens, num_decode),
+                            sliding_window=sliding_window, **settings)       # the decode rows are empty there
+    padded = jnp.pad(out, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
+    return jnp.where((jnp.arange(num_tokens) < num_decode)[:, None, None], padded, chunks)
+
+
+def _spread(shared: SharedPrefixes, values: Array, rows: Array) -> Array:
+    """Values [P, R, ...] of the members, put into their rows [S, ...]; padding members are dropped."""
+    members = jnp.where(shared.lens[:, None] > 0, shared.members, rows.shape[0])
+    values = jnp.broadcast_to(values, (*members.shape, *rows.shape[1:]))
+    return rows.at[members].set(values, mode="drop")

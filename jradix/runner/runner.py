@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jradix.batch import LOGIT_BLOCK, GrammarTables, MoveKind, PackedBatch, PageMove, StepLayout
-from jradix.config import EngineConfig, GrammarSizes, StepShape, StepShapes
+from jradix.config import EngineConfig, GrammarSizes, SharingCost, StepShape, StepShapes
 from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
+from jradix.ops.attention import check_implementation
 from jradix.ops.grammar import GrammarArena, make_arena
 from jradix.ops.kv_cache import KVCache, make_kv_cache
 from jradix.runner.grammar_upload import blank_block, check_tables, grammar_blocks, make_upload_grammar
@@ -25,6 +26,7 @@ from jradix.runner.page_moves import (PAGES_PER_CALL, batch_moves, check_moves, 
                                       make_scatter_pages, padded_ids)
 from jradix.runner.step import (RowState, StepOutput, StepSettings, make_decode_steps, make_forward,
                                 make_prompt_logprobs, make_sampling, reset_rows)
+from pallas_kernels.blocks import tuned_sharing
 
 logger = logging.getLogger("jradix")
 
@@ -40,6 +42,13 @@ class ModelRunner:
       eos_ids: end tokens, the only ones allowed after the end of a grammar's text.
       token_bytes: bytes of each token, None for special ones; for grammars whose tables are made of bytes.
       implementation: attention by name, None for the default.
+
+    Raises:
+      ValueError, UnsupportedKernel: an `implementation` that does not exist or cannot run on the device.
+
+    Attributes:
+      shapes: of all steps.
+      sharing_cost: what reading a shared prefix together costs on this device: measured, or a guess for others.
     """
 
     def __init__(self, model: Decoder, model_config: ModelConfig, config: EngineConfig, *, device: jax.Device,
@@ -47,7 +56,9 @@ class ModelRunner:
                  token_bytes: Sequence[bytes | None] | None = None, implementation: str | None = None):
         self.config = config
         self.device = device
+        check_implementation(implementation, device.platform)
         self.shapes = StepShapes.for_engine(config)
+        self.sharing_cost = SharingCost(**(tuned_sharing(device.device_kind) or {}))
         self._model_config = model_config
         self._kv_dtype = kv_dtype
         _, self._leaves, self._merge = split_model(model)
@@ -56,7 +67,7 @@ class ModelRunner:
             head_dim=model_config.head_dim, vocab_size=vocab_size,
             num_valid_tokens=min(num_valid_tokens or vocab_size, vocab_size),
             layer_windows=tuple(model_config.layer_windows), groups=model_config.kv_groups(),
-            implementation=implementation)
+            implementation=implementation, platform=device.platform)
         self.grammar_sizes = GrammarSizes.for_engine(config, vocab_size)
         self._eos_ids, self._token_bytes = tuple(eos_ids), token_bytes
         self._programs: dict[tuple, Callable] = {}
@@ -123,8 +134,10 @@ class ModelRunner:
         if shape not in self._layouts:
             self._layouts[shape] = StepLayout(shape, num_groups=len(self._settings.groups),
                                               max_pages=self.config.max_pages_per_seq,
+                                              page_size=self.config.page_size,
                                               num_logit_rows=self._num_logit_rows,
-                                              vocab_size=self._settings.vocab_size)
+                                              vocab_size=self._settings.vocab_size,
+                                              shared_attention=self.config.shared_attention)
         return self._layouts[shape]
 
     def dispatch(self, packed: PackedBatch, shape: StepShape, *, num_steps: int = 1, needs_sampling: bool = False,

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jradix.batch import LOGIT_BLOCK, RowParams, StepBatch, StepLayout, TokenLogprobs
 from jradix.config import KVGroup
 from jradix.models.decoder import Decoder
-from jradix.ops.attention import paged_attention
+from jradix.ops.attention import SharedPrefixes, paged_attention
 from jradix.ops.grammar import FREE_STATE, GrammarArena, advance, apply_mask
 from jradix.ops.kv_cache import KVCache, write_pages
 from jradix.ops.sampling import (SamplingInputs, SamplingState, adjust_logits, argmax, log_probabilities, sample)
@@ -83,6 +83,7 @@ class StepSettings:
       layer_windows: attention window of each layer, None for full attention.
       groups: KV groups; their layers share a page table.
       implementation: of the attention, None for the default.
+      platform: of the device.
     """
     head_dim: int
     vocab_size: int
@@ -90,6 +91,7 @@ class StepSettings:
     layer_windows: tuple[int | None, ...]
     groups: tuple[KVGroup, ...]
     implementation: str | None = None
+    platform: str | None = None
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -106,7 +108,8 @@ def make_forward(merge: Callable[[list[Array]], Decoder], layout: StepLayout, se
         model = merge(leaves)
         batch = layout.step_batch(ints)
         hidden, kv = _run_layers(model, settings, kv, _input_tokens(batch, state), batch.page_table, batch.kv_lens,
-                                 batch.cu_q_lens, batch.num_decode[0], has_chunks=layout.shape.has_chunks)
+                                 batch.cu_q_lens, batch.num_decode[0], _shared_prefixes(batch),
+                                 has_chunks=layout.shape.has_chunks)
         last = jnp.clip(batch.cu_q_lens[1:] - 1, 0, layout.shape.num_tokens - 1)
         logits = _logits(model, settings, hidden[last])
         best = argmax(logits)
@@ -174,13 +177,14 @@ def make_decode_steps(merge: Callable[[list[Array]], Decoder], layout: StepLayou
                      row_ints: Array, row_floats: Array) -> tuple[Array, TokenLogprobs, KVCache, RowState]:
         model = merge(leaves)
         batch, params = layout.step_batch(ints), layout.row_params(row_ints, row_floats)
+        shared = _shared_prefixes(batch)       # the pages as they are now: a leader that is done loses its own
         num_rows, spare = layout.shape.num_rows, state.last_token.shape[0] - 1
 
         def body(i: Array, carry: tuple) -> tuple:
             tokens, is_done, output, kv, state = carry
             table = jnp.where(is_done[None, :, None], 0, batch.page_table)
             hidden, kv = _run_layers(model, settings, kv, tokens, table, batch.kv_lens + i, batch.cu_q_lens,
-                                     batch.num_decode[0], has_chunks=False)
+                                     batch.num_decode[0], shared, has_chunks=False)
             slots = jnp.where(is_done, spare, batch.row_slots)
             drawn, logprobs, state = _draw(settings, params, _logits(model, settings, hidden), slots,
                                            params.output_positions + i, state, arena)
@@ -218,8 +222,20 @@ def _input_tokens(batch: StepBatch, state: RowState) -> Array:
     return jnp.concatenate([head, batch.tokens[num_rows:]])
 
 
+def _shared_prefixes(batch: StepBatch) -> tuple[SharedPrefixes, ...] | None:
+    """The step's groups with a common prefix, per KV group; None where the step has no room for any."""
+    members = batch.shared_members
+    if not len(members):
+        return None
+    num_tokens, num_rows = batch.tokens.shape[0], batch.kv_lens.shape[0]
+    row = jnp.searchsorted(batch.cu_q_lens[1:], jnp.arange(num_tokens), side="right")      # rows of queries
+    leaders = jnp.minimum(row[jnp.clip(members[:, 0], 0, num_tokens - 1)], num_rows - 1)
+    return tuple(SharedPrefixes(table[leaders], batch.shared_lens, members) for table in batch.page_table)
+
+
 def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Array, page_table: Array, kv_lens: Array,
-             cu_q_lens: Array, num_decode: Array, *, has_chunks: bool) -> tuple[Array, KVCache]:
+                cu_q_lens: Array, num_decode: Array, shared: tuple[SharedPrefixes, ...] | None, *, has_chunks: bool
+                ) -> tuple[Array, KVCache]:
     """Runs the layers over flat tokens; all KV of the step is written before any of it is read.
 
     Without chunks the attention takes each token as a decode row of its own, also where several belong to one row.
@@ -247,9 +263,11 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
         group = group_of_layer[layer]
         keys[layer] = write_pages(keys[layer], k.reshape(num_tokens, -1), write_slots[group])
         values[layer] = write_pages(values[layer], v.reshape(num_tokens, -1), write_slots[group])
+        window = settings.layer_windows[layer]
         return paged_attention(q, keys[layer], values[layer], page_table[group], kv_lens, cu_q_lens, num_decode,
-                               sm_scale=settings.head_dim ** -0.5, sliding_window=settings.layer_windows[layer],
-                               has_chunks=has_chunks, implementation=settings.implementation)
+                               sm_scale=settings.head_dim ** -0.5, sliding_window=window,
+                               shared=shared[group] if shared and window is None else None, has_chunks=has_chunks,
+                               implementation=settings.implementation, platform=settings.platform)
 
     hidden = model(tokens, positions, attend)
     return hidden, KVCache(tuple(keys), tuple(values))

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jradix.batch import NUM_STOP_IDS, PackedBatch, PageMove, RowParams, StepLayout
-from jradix.config import SHORT_TOKENS
+from jradix.batch import NUM_STOP_IDS, PackedBatch, PageMove, RowParams, StepBatch, StepLayout
+from jradix.config import SHARED_MEMBERS, SHORT_TOKENS
 from jradix.sched.request import Request
 
 NO_TOKEN = 2**30   # pads lists of token ids; beyond every vocabulary
@@ -45,6 +45,17 @@ class Row:
         return first, max(first, min(self.start + self.num_tokens, self.request.num_prompt - 1))
 
 
+class SharedRows(NamedTuple):
+    """Rows whose contexts begin with the same pages, and whose attention reads these together.
+
+    Attributes:
+      num_pages: pages of the prefix.
+      rows: their places in the plan.
+    """
+    num_pages: int
+    rows: list[int]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Rows of one step, decode rows first, and what must happen before it.
@@ -57,6 +68,7 @@ class StepPlan:
       admitted: requests whose device state is set before the step runs: they got a slot in this step, or have tokens
         that the device did not draw.
       num_prefill_tokens: tokens of prefill rows, for the statistics.
+      shared: groups of rows with a common prefix, no row in two of them.
     """
     rows: list[Row]
     num_decode: int
@@ -64,6 +76,7 @@ class StepPlan:
     page_moves: list[PageMove] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     num_prefill_tokens: int = 0
+    shared: list[SharedRows] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -130,7 +143,24 @@ def build_step_batch(plan: StepPlan, layout: StepLayout, *, spare_slot: int) -> 
         position += n
     batch.cu_q_lens[len(plan.rows):] = position
     batch.num_decode[0] = plan.num_decode
+    _fill_shared(plan, layout, batch)
     return packed, StepNeeds(needs_sampling, num_logit_rows)
+
+
+def _fill_shared(plan: StepPlan, layout: StepLayout, batch: StepBatch) -> None:
+    """Groups in parts of `SHARED_MEMBERS` queries; in a short step each token of a row is a query."""
+    part = 0
+    batch.shared_members.fill(layout.shape.num_tokens)
+    for group in plan.shared:
+        queries = [i for i in group.rows if i < plan.num_decode]
+        if layout.shape.is_short:
+            queries = [token for i in group.rows for token in range(batch.cu_q_lens[i], batch.cu_q_lens[i + 1])]
+        for start in range(0, len(queries), SHARED_MEMBERS):
+            members = queries[start:start + SHARED_MEMBERS]
+            if len(members) > 1:
+                batch.shared_members[part, :len(members)] = members
+                batch.shared_lens[part] = group.num_pages * layout.page_size
+                part += 1
 
 
 def _takes_best(request: Request, output_position: int) -> bool:

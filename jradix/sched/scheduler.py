@@ -15,12 +15,13 @@ from typing import Callable, Iterator
 import numpy as np
 
 from jradix.cache.prefix_cache import Lease, PrefixCache
-from jradix.config import SHORT_TOKENS, EngineConfig, StepShapes
+from jradix.config import SHORT_TOKENS, EngineConfig, SharingCost, StepShapes
 from jradix.errors import OutOfPages, PagesTooYoung, RequestError
 from jradix.outputs import CacheUse
 from jradix.sched.plan import Row, StepPlan
 from jradix.sched.policy import choose, shares_pending_prefix
 from jradix.sched.request import Request, RequestState
+from jradix.sched.sharing import shared_rows
 from jradix.sched.thrash_guard import ThrashGuard
 
 
@@ -34,6 +35,7 @@ class SchedulerCounters:
     num_recomputed_tokens: int = 0        # tokens run again after preemption
     num_generated_tokens: int = 0
     num_forced_tokens: int = 0            # of these, appended without being drawn
+    num_saved_kv_reads: int = 0           # tokens that a layer's attention did not read again for rows that share them
     num_preemptions: int = 0
     num_finished: int = 0
 
@@ -46,10 +48,11 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, cache: PrefixCache, *, shapes: StepShapes | None = None,
-                 clock: Callable[[], float] = time.perf_counter):
+                 sharing: SharingCost | None = None, clock: Callable[[], float] = time.perf_counter):
         self.config = config
         self.cache = cache
         self._shapes = shapes or StepShapes.for_engine(config)
+        self._sharing = (sharing or SharingCost()) if config.shared_attention else None
         self.counters = SchedulerCounters()
         self._clock = clock
         self._waiting: OrderedDict[int, Request] = OrderedDict()
@@ -131,6 +134,10 @@ class Scheduler:
                         num_prefill_tokens=sum(row.num_tokens for row in prefill))
         if not plan.rows:
             return None
+        if self._sharing is not None:
+            plan.shared = shared_rows(plan, self._sharing, self.config.page_size)
+            self.counters.num_saved_kv_reads += self.config.page_size * sum(
+                (len(group.rows) - 1) * group.num_pages for group in plan.shared)
         plan.page_moves = self.cache.take_moves()
         plan.admitted = [r for r in self._admitted if r.state is RequestState.RUNNING]
         self._admitted.clear()
