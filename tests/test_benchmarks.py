@@ -120,6 +120,20 @@ def test_step_profile_tiny_splits_host_and_device_time(script: Script, model: st
         assert case["least_ms"] > 0
 
 
+def test_attention_tiny_measures_what_the_device_has_and_names_the_rest(script: Script, model: str) -> None:
+    result = script("attention", "--size", "tiny", "--model", model)
+    assert {"mosaic_gpu", "pallas_tpu"} <= result["refused"].keys()
+    for case in result["cases"]:
+        assert case["xla_ms"] > 0 and case["best_over_read"] <= case["xla_ms"] / case["read_ms"] * 1.001
+
+
+def test_shared_prefix_tiny_times_steps_and_fits_the_cost(script: Script, model: str) -> None:
+    result = script("shared_prefix", "--size", "tiny", "--repeats", "2", "--fit", "--model", model)
+    for case in result["cases"]:
+        assert case["alone_ms"] > 0 and case["together_ms"] > 0 and case["ratio"] > 0
+    assert result["cost"].keys() == {"read", "member", "part"} and min(result["cost"].values()) >= 0
+
+
 def test_transformers_baseline_tiny_gives_the_same_tokens_in_float32(script: Script, model: str) -> None:
     pytest.importorskip("torch")
     result = script("transformers_baseline", "--size", "tiny", "--repeats", "1", "--batch-sizes", "2", "--torch-dtypes",
