@@ -4,9 +4,9 @@
     python benchmarks/tune.py --interpret --pairs 64x16 --out FILE       # on CPU, to test this program: means nothing
 
 Per kernel and pair of head_dim and page size, each field of the blocks is varied in turn from the best found so far. A
-candidate's score is the geometric mean, over a few shapes, of its time over that of what the kernel takes by itself now,
-its rule or an earlier entry. An entry is written where that saves at least 3%; elsewhere the file stays as it is. The
-file is written after every kernel and pair, so that a cut leaves what was done.
+candidate's score is its time over that of what the kernel takes by itself now, its rule or an earlier entry: the
+geometric mean over a few shapes. An entry is written where that saves at least 3%; elsewhere the file stays as it is.
+It is written after every kernel and pair, so that a cut leaves what was done.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gpu_check import Loop, ints, make_pages, permuted_table, write_json
+from gpu_check import RANDOM_PAGES, Loop, ints, make_pages, permuted_table, write_json
 from pallas_kernels import blocks
 from pallas_kernels.blocks import Blocks, DecodeBlocks, ExtendBlocks, SharedBlocks
 from pallas_kernels.errors import UnsupportedKernel
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 CASES = dict(decode=(Case(1, 1, 8192), Case(16, 1, 4096), Case(64, 1, 2048)),
              extend=(Case(1, 2048, 8192), Case(8, 256, 4096)),
              shared_prefix=(Case(8, 1, 8192), Case(64, 1, 4096)))
-TINY_CASES = dict(decode=(Case(2, 1, 32),), extend=(Case(1, 16, 32),), shared_prefix=(Case(8, 1, 32),))
+TINY_CASES = dict(decode=(Case(1, 1, 32),), extend=(Case(1, 16, 32),), shared_prefix=(Case(8, 1, 32),))
 
 
 class Tuner:
@@ -81,8 +81,7 @@ class Tuner:
           UnsupportedKernel: the kernel does not serve this pair at all.
         """
         cases = [self._arguments(kernel, case, head_dim, page_size) for case in self._cases[kernel]]
-        usual = [loop.measure(*make()) for loop, make in
-                 zip(self._loops(kernel, head_dim, cases, None), (make for _, make in cases))]
+        usual = [loop.measure(*make()) for loop, (_, make) in zip(self._loops(kernel, head_dim, cases, None), cases)]
         kind = KINDS[kernel]
         names = [field.name for field in fields(kind) if len(self._values[field.name]) > 1]
         best, best_score = kind(**{field.name: self._values[field.name][0] for field in fields(kind)}), float("inf")
@@ -111,7 +110,7 @@ class Tuner:
                    ) -> tuple[tuple[Any, ...], Callable[[], tuple[Array, ...]]]:
         """Shapes of a kernel's arguments, and what makes them."""
         num_columns = -(-case.context // page_size)
-        num_pages = 1 + case.rows * num_columns
+        num_pages = -(-(1 + case.rows * num_columns) // RANDOM_PAGES) * RANDOM_PAGES
         q = jax.ShapeDtypeStruct((case.rows * case.new, self._heads[0], head_dim), jnp.bfloat16)
         pages = jax.ShapeDtypeStruct((num_pages, page_size, self._heads[1] * head_dim), jnp.bfloat16)
         rows = case.rows if kernel != "shared_prefix" else 1

@@ -141,7 +141,7 @@ class GrammarSizes:
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 CHUNK_BUCKETS = (32, 64, 128, 256, 512, 2048, 8192)
 SHORT_TOKENS = 16     # longest row of a short step
-SHARED_MEMBERS = 8    # queries that read a shared prefix together, in one part of a group
+SHARED_MEMBERS = 16  # queries that read a shared prefix together, in one part of a group
 MAX_PROGRAMS = 24
 
 

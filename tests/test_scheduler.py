@@ -94,7 +94,8 @@ class Device:
         self._poison(self.host_kv, self.cache.host_pools)
         shape = self.shapes.fit(len(plan.rows), plan.num_tokens, plan.num_decode)
         layout = StepLayout(shape, num_groups=self.num_groups, max_pages=self.config.max_pages_per_seq,
-                            page_size=self.config.page_size, num_logit_rows=-(-shape.num_tokens // 32) * 32, vocab_size=32)
+                            page_size=self.config.page_size, num_logit_rows=-(-shape.num_tokens // 32) * 32,
+                            vocab_size=32)
         packed, needs = build_step_batch(plan, layout, spare_slot=self.config.max_num_seqs)
         chosen = packed if needs.sampling else layout.allocate()
         batch, params = layout.step_batch(packed.ints), layout.row_params(chosen.row_ints, chosen.row_floats)

@@ -92,14 +92,15 @@ def layout_of(shape: StepShape) -> StepLayout:
 
 
 def test_step_batch_groups_are_cut_into_parts_and_padded() -> None:
-    requests = [make_request(range(9)) for _ in range(11)]
+    size = SHARED_MEMBERS
+    requests = [make_request(range(9)) for _ in range(size + 3)]
     rows = [Row(r, 8, 1, i, 1, False, 0) for i, r in enumerate(requests)]
-    plan = StepPlan(rows, 11, shared=[SharedRows(2, list(range(9))), SharedRows(1, [9, 10])])
-    shape = StepShape(16, 0)
-    batch = layout_of(shape).step_batch(build_step_batch(plan, layout_of(shape), spare_slot=20)[0].ints)
+    plan = StepPlan(rows, len(rows), shared=[SharedRows(2, list(range(size + 1))), SharedRows(1, [size + 1, size + 2])])
+    shape = StepShape(2 * size, 0)
+    batch = layout_of(shape).step_batch(build_step_batch(plan, layout_of(shape), spare_slot=99)[0].ints)
     none = shape.num_tokens
-    assert batch.shared_lens.tolist() == [8, 4, *[0] * 6]             # the ninth row reads its prefix by itself
-    assert batch.shared_members[:2].tolist() == [list(range(SHARED_MEMBERS)), [9, 10, *[none] * 6]]
+    assert batch.shared_lens.tolist() == [8, 4, *[0] * (size - 2)]    # the group's last row reads its prefix by itself
+    assert batch.shared_members[:2].tolist() == [list(range(size)), [size + 1, size + 2, *[none] * (size - 2)]]
     assert (batch.shared_members[2:] == none).all()
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.errors import UnsupportedKernel
 from pallas_kernels.merge import merge
@@ -146,20 +147,31 @@ def _attend(name: str, platform: str, q: Array, k_pages: Array, v_pages: Array, 
     num_tokens, num_rows = q.shape[0], page_table.shape[0]
     is_decode = jnp.arange(num_rows) < num_decode
     settings = dict(sm_scale=sm_scale, soft_cap=soft_cap)
+    decode, extend = (_function(form, each, sliding_window=sliding_window, **settings) for each in ("decode", "extend"))
     starts = None if shared is None else _spread(shared, shared.lens[:, None], jnp.zeros(num_rows, jnp.int32))
-    out, lse = form.decode(q[:num_rows], k_pages, v_pages, page_table, jnp.where(is_decode, kv_lens, 0), starts,
-                           sliding_window=sliding_window, **settings)
+    out, lse = decode(q[:num_rows], k_pages, v_pages, page_table, jnp.where(is_decode, kv_lens, 0), starts)
     if shared is not None:
-        prefix_out, prefix_lse = form.shared_prefix(q[:num_rows], k_pages, v_pages, shared.pages, shared.lens,
-                                                    shared.members, **settings)
-        out, _ = merge((out, _spread(shared, prefix_out, jnp.zeros_like(out))),
-                       (lse, _spread(shared, prefix_lse, jnp.full_like(lse, -jnp.inf))))
+        shared_prefix = _function(form, "shared_prefix", **settings)
+
+        def with_prefixes(out: Array, lse: Array) -> Array:
+            prefix_out, prefix_lse = shared_prefix(q[:num_rows], k_pages, v_pages, shared.pages, shared.lens,
+                                                   shared.members)
+            return merge((out, _spread(shared, prefix_out, jnp.zeros_like(out))),
+                         (lse, _spread(shared, prefix_lse, jnp.full_like(lse, -jnp.inf))))[0]
+
+        out = lax.cond(shared.lens[0] > 0, with_prefixes, lambda out, lse: out, out, lse)
     if not has_chunks:
         return out
-    chunks, _ = form.extend(q, k_pages, v_pages, page_table, kv_lens, jnp.maximum(cu_q_lens, num_decode),
-                            sliding_window=sliding_window, **settings)       # the decode rows are empty there
+    chunks, _ = extend(q, k_pages, v_pages, page_table, kv_lens, jnp.maximum(cu_q_lens, num_decode))
+    # the decode rows were empty there
     padded = jnp.pad(out, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
     return jnp.where((jnp.arange(num_tokens) < num_decode)[:, None, None], padded, chunks)
+
+
+@functools.cache
+def _function(form: ModuleType, name: str, **settings: float | int | None) -> Callable[..., tuple[Array, Array]]:
+    """A function of an implementation, jitted once: layers of the same shapes then share one lowering of a kernel."""
+    return jax.jit(functools.partial(getattr(form, name), **settings))
 
 
 def _spread(shared: SharedPrefixes, values: Array, rows: Array) -> Array:

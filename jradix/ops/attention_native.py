@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.errors import UnsupportedKernel
 
 SOURCE = Path(__file__).with_suffix(".c")
-HEADERS = ("attention_native_block.h", "attention_native_call.h")
+HEADERS = tuple(f"attention_native_{part}.h" for part in ("numbers", "block", "call", "job"))
 TARGETS = ("jradix_decode", "jradix_extend", "jradix_shared_prefix")
 KV_TYPES = ("float32", "float16", "bfloat16")
 MAX_HEAD_DIM, MAX_GROUP = 256, 64

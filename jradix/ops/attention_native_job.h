@@ -1,0 +1,259 @@
+// A call as a list of items: some queries on one context, for some kv heads. Items are done by the calling thread and
+// by idle threads of XLA's pool, whoever comes first.
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "attention_native_block.h"
+#include "attention_native_call.h"
+
+typedef struct {
+  const int32_t *pages;                    // of the context
+  int64_t first, end;                      // keys that are read
+  int64_t first_head, num_heads;           // kv heads
+  int64_t token, place, count;             // queries: tokens of q, and where their results go
+  const int32_t *members;                  // tokens of q instead, those out of range left out; NULL: from `token` on
+  int64_t position;                        // of the first query, the others follow; -1: all queries see all keys
+  float *partial;                          // [count, Hq, dim + 2] sums, maximum and total; NULL: the result goes out
+} Item;
+
+typedef struct {
+  Setting setting;
+  const float *q;
+  float *out, *lse;
+  int64_t num_tokens;                      // of q
+  int is_decode;
+  Item *items;
+  int64_t num_items, max_count, max_rows;
+  atomic_int_fast64_t next;
+  pthread_mutex_t mutex;
+  pthread_cond_t idle;
+  int references, active, is_closed;       // under the mutex
+} Job;
+
+typedef struct {
+  Scratch scratch;
+  int64_t *tokens, *places;                // [max_count] of the item's queries
+  void *memory;
+} Worker;
+
+static void finish(const float *sums, float top, float total, int64_t dim, float *out, float *lse) {
+  for (int64_t d = 0; d < dim; d++) out[d] = sums[d] / total;
+  *lse = LN2 * (top + log2f(total));
+}
+
+// Queries of an item become rows of the scratch. Returns how many tokens there are.
+static int64_t load_queries(const Job *job, const Item *item, Worker *worker) {
+  const Setting *s = &job->setting;
+  Scratch *w = &worker->scratch;
+  int64_t count = 0, row = 0;
+  for (int64_t i = 0; i < item->count; i++) {
+    int64_t token = item->members ? item->members[i] : item->token + i;
+    if (token < 0 || token >= job->num_tokens) continue;
+    worker->tokens[count] = token;
+    worker->places[count++] = i;
+  }
+  for (int64_t head = item->first_head; head < item->first_head + item->num_heads; head++)
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t g = 0; g < s->group; g++, row++) {
+        const float *q = job->q + (worker->tokens[i] * s->heads + head * s->group + g) * s->cache.dim;
+        for (int64_t d = 0; d < s->cache.dim; d++) w->q[row * w->pitch + d] = q[d] * s->factor;
+        w->tops[row] = NEVER;
+        w->totals[row] = 0;
+      }
+  memset(w->sums, 0, sizeof(float) * (size_t)(row * w->pitch));
+  return count;
+}
+
+static void store_results(const Job *job, const Item *item, const Worker *worker, int64_t count) {
+  const Scratch *w = &worker->scratch;
+  const int64_t dim = job->setting.cache.dim, heads = job->setting.heads, group = job->setting.group;
+  int64_t row = 0;
+  for (int64_t head = item->first_head; head < item->first_head + item->num_heads; head++)
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t g = 0; g < group; g++, row++) {
+        const float *sums = w->sums + row * w->pitch;
+        int64_t at = worker->places[i] * heads + head * group + g;
+        if (item->partial) {
+          float *partial = item->partial + at * (dim + 2);
+          memcpy(partial, sums, sizeof(float) * (size_t)dim);
+          partial[dim] = w->tops[row];
+          partial[dim + 1] = w->totals[row];
+        } else {
+          at += item->place * heads;
+          finish(sums, w->tops[row], w->totals[row], dim, job->out + at * dim, job->lse + at);
+        }
+      }
+}
+
+static void visit(const Job *job, const Item *item, Worker *worker) {
+  const Setting *s = &job->setting;
+  Scratch *w = &worker->scratch;
+  const int64_t count = load_queries(job, item, worker);
+  const int is_few = job->is_decode && s->group <= FEW;
+  for (int64_t base = item->first / KEYS * KEYS; base < item->end; base += KEYS) {
+    const int64_t low = item->first > base ? item->first - base : 0, left = item->end - base;
+    Block block = {item->first_head, item->num_heads, count * s->group, item->position,
+                   base, low, left < KEYS ? left : KEYS};
+    if (base > item->first) memcpy(w->slots, w->ahead, sizeof w->slots);
+    else locate(&s->cache, item->pages, base, low, block.high, w->slots);
+    if (left > KEYS) locate(&s->cache, item->pages, base + KEYS, 0, left < 2 * KEYS ? left - KEYS : KEYS, w->ahead);
+    else memset(w->ahead, -1, sizeof w->ahead);
+    attend(is_few, s, w, &block);
+  }
+  store_results(job, item, worker, count);
+}
+
+static int open_worker(const Job *job, Worker *worker) {
+  Scratch *w = &worker->scratch;
+  const size_t dim = (size_t)job->setting.cache.dim, pitch = (dim + PANEL - 1) / PANEL * PANEL;
+  const size_t rows = (size_t)job->max_rows, count = (size_t)job->max_count, lines = rows > TILE ? rows : TILE;
+  const size_t sizes[] = {dim * STRIDE, KEYS * (pitch + LANES), lines * KEYS, rows * pitch, rows * pitch, rows, rows};
+  float **parts[] = {&w->keys, &w->values, &w->scores, &w->q, &w->sums, &w->tops, &w->totals};
+  size_t floats = 0;
+  for (int i = 0; i < 7; i++) floats += (sizes[i] + 15) / 16 * 16;
+  char *memory = aligned_alloc(64, (floats * sizeof(float) + 2 * count * sizeof(int64_t) + 63) / 64 * 64);
+  worker->memory = memory;
+  if (!memory) return 0;
+  for (int i = 0; i < 7; i++) {
+    *parts[i] = (float *)memory;
+    memory += (sizes[i] + 15) / 16 * 16 * sizeof(float);
+  }
+  worker->tokens = (int64_t *)memory;
+  worker->places = worker->tokens + count;
+  w->pitch = (int64_t)pitch;
+  memset(w->values, 0, sizes[1] * sizeof(float));
+  return 1;
+}
+
+static int work(Job *job) {
+  Worker worker;
+  if (!open_worker(job, &worker)) return 0;
+  for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_items;) visit(job, job->items + i, &worker);
+  free(worker.memory);
+  return 1;
+}
+
+// ---- Threads. A helper that the pool starts late, or never while the caller waits, must not be waited for: it finds
+// the job closed, and the last one who holds the job frees it.
+
+static void release(Job *job) {  // with the mutex held
+  int is_last = --job->references == 0;
+  pthread_mutex_unlock(&job->mutex);
+  if (!is_last) return;
+  pthread_mutex_destroy(&job->mutex);
+  pthread_cond_destroy(&job->idle);
+  free(job);
+}
+
+static void help(void *data) {
+  Job *job = data;
+  pthread_mutex_lock(&job->mutex);
+  if (!job->is_closed) {
+    job->active++;
+    pthread_mutex_unlock(&job->mutex);
+    work(job);  // without memory for it the others do the items
+    pthread_mutex_lock(&job->mutex);
+    if (--job->active == 0) pthread_cond_signal(&job->idle);
+  }
+  release(job);
+}
+
+// ---- Jobs
+
+static int64_t limit(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+static int64_t num_threads(const Call *call) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, call->frame->ctx,
+                                             &threads};
+  XLA_FFI_Error *error = call->frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
+  if (!error) return threads;
+  XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  call->frame->api->XLA_FFI_Error_Destroy(&destroyed);  // a backend without a pool
+  return 1;
+}
+
+static Job *open_job(Call *call, int is_decode, int64_t num_items) {
+  Job *job = calloc(1, sizeof *job);
+  Item *items = calloc((size_t)num_items + 1, sizeof *items);
+  if (!job || !items) {
+    free(job);
+    free(items);
+    fail(call, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "paged attention: no memory for %lld items",
+         (long long)num_items);
+    return NULL;
+  }
+  const XLA_FFI_Buffer *k = call->arguments[1];
+  Setting *s = &job->setting;
+  s->cache = (Cache){k->data, call->arguments[2]->data, call->sizes['P'], call->sizes['W'], call->sizes['D'],
+                     k->dtype == XLA_FFI_DataType_F32 ? 4 : 2, k->dtype};
+  job->q = call->arguments[0]->data;
+  job->out = call->results[0]->data;
+  job->lse = call->results[1]->data;
+  job->num_tokens = call->arguments[0]->dims[0];
+  s->heads = call->sizes['H'];
+  s->group = s->heads / (call->sizes['W'] / call->sizes['D']);
+  s->window = call->window;
+  s->factor = call->sm_scale * LOG2E;
+  if (call->soft_cap != 0) {
+    s->factor = 2 * LOG2E * call->sm_scale / call->soft_cap;
+    s->cap = LOG2E * call->soft_cap;
+  }
+  job->is_decode = is_decode;
+  job->items = items;
+  pthread_mutex_init(&job->mutex, NULL);
+  pthread_cond_init(&job->idle, NULL);
+  job->references = 1;
+  return job;
+}
+
+static void add_item(Job *job, Item item) {
+  job->items[job->num_items++] = item;
+  int64_t rows = item.count * item.num_heads * job->setting.group;
+  if (item.count > job->max_count) job->max_count = item.count;
+  if (rows > job->max_rows) job->max_rows = rows;
+}
+
+// Does all items on this thread and on idle ones of the pool, and frees the job. Returns whether all were done.
+static int run(Call *call, Job *job, int64_t threads) {
+  const XLA_FFI_Api *api = call->frame->api;
+  Item *items = job->items;
+  int64_t pairs = 0;
+  for (int64_t i = 0; i < job->num_items; i++)
+    pairs += (items[i].end - items[i].first) * items[i].count * items[i].num_heads;
+  const int64_t worth = pairs * job->setting.group * job->setting.cache.dim >> 17;  // a helper takes 5 to 20 us to come
+  const int64_t helpers = limit(threads - 1, 0, worth < job->num_items - 1 ? worth : job->num_items - 1);
+  for (int64_t i = 0; i < helpers; i++) {
+    XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, call->frame->ctx, help,
+                                             job};
+    pthread_mutex_lock(&job->mutex);
+    job->references++;
+    pthread_mutex_unlock(&job->mutex);
+    XLA_FFI_Error *error = api->XLA_FFI_ThreadPool_Schedule(&args);
+    if (!error) continue;
+    XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+    api->XLA_FFI_Error_Destroy(&destroyed);
+    pthread_mutex_lock(&job->mutex);
+    job->references--;
+    pthread_mutex_unlock(&job->mutex);
+    break;
+  }
+  int is_done = work(job);
+  pthread_mutex_lock(&job->mutex);
+  job->is_closed = 1;
+  while (job->active) pthread_cond_wait(&job->idle, &job->mutex);
+  is_done |= atomic_load(&job->next) >= job->num_items;
+  release(job);
+  free(items);
+  if (!is_done) fail(call, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "paged attention: no memory for scratch");
+  return is_done;
+}
+
+static void clear(const Call *call, int64_t first, int64_t end) {
+  const int64_t heads = call->sizes['H'], dim = call->sizes['D'];
+  if (first >= end) return;
+  float *out = call->results[0]->data, *lse = call->results[1]->data;
+  memset(out + first * heads * dim, 0, sizeof(float) * (size_t)((end - first) * heads * dim));
+  for (int64_t i = first * heads; i < end * heads; i++) lse[i] = -INFINITY;
+}
