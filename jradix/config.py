@@ -177,6 +177,10 @@ class StepShape:
     num_chunk_tokens: int
     is_short: bool = False
 
+    def __post_init__(self) -> None:
+        if self.is_short and self.num_chunk_tokens < 1:
+            raise ValueError(f"{self}: a short shape has more tokens than rows, else no row could bring two")
+
     @property
     def num_tokens(self) -> int:
         return self.num_rows + self.num_chunk_tokens

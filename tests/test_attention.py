@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jradix.ops.attention import SharedPrefixes, paged_attention
+from jradix.ops import attention, attention_native
+from jradix.ops.attention import SharedPrefixes, paged_attention, sound_implementation
 from jradix.ops.attention_native import why_not
 from pallas_kernels.errors import UnsupportedKernel
 
@@ -264,3 +265,23 @@ def test_attention_default_falls_back_to_xla_and_says_why(caplog: pytest.LogCapt
     np.testing.assert_allclose(out, 1.0)
     (line,) = [record.message for record in caplog.records if record.message.startswith("attention: xla")]
     assert "not native" in line and "6" in line
+
+
+SIZES = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, kv_dtype=jnp.float32, sliding_window=3)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_attention_sound_implementation_agrees_with_xla_on_the_device(caplog: pytest.LogCaptureFixture,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose results are off is left out with a warning."""
+    device = jax.devices("cpu")[0]
+    assert sound_implementation(device, **SIZES) == "native"
+    assert sound_implementation(device, **{**SIZES, "head_dim": 6}) == "xla"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    right = attention_native.decode
+    monkeypatch.setattr(attention_native, "decode", lambda *args, **settings: (right(*args, **settings)[0] + 1e-3,
+                                                                               right(*args, **settings)[1]))
+    attention._function.cache_clear()
+    assert sound_implementation(device, **SIZES) == "xla"
+    attention._function.cache_clear()
+    assert "differs from the XLA form by 0.001" in caplog.text

@@ -145,3 +145,8 @@ def test_runner_without_room_for_groups_refuses_an_engine_that_forms_them() -> N
     engine = make_engine(runner)
     run_all(engine, random_prompts(2, seed=7), greedy(4), poison=np.nan)
     assert engine.scheduler.counters.num_saved_kv_reads == 0
+
+
+def test_step_shape_short_without_room_for_a_second_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="more tokens than rows"):
+        StepShape(16, 0, is_short=True)

@@ -106,6 +106,53 @@ def check_implementation(name: str | None, platform: str | None = None) -> None:
         _form(name, platform or jax.default_backend())
 
 
+def sound_implementation(device: jax.Device, *, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
+                         kv_dtype: jnp.dtype, sliding_window: int | None = None) -> str:
+    """The first implementation that serves the device and these sizes, and computes there what the XLA form computes.
+
+    A small ragged batch with a shared prefix and a chunk is run with both. What differs, or fails to compile, is left
+    out with a warning: a kernel may meet a device or a compiler on which nobody has run it.
+    """
+    sizes = num_heads, num_kv_heads, head_dim, page_size, jnp.dtype(kv_dtype), sliding_window
+    for name in IMPLEMENTATIONS[:-1]:
+        if device.platform not in _PLATFORMS[name]:
+            continue
+        try:
+            difference = _difference_from_xla(name, device, *sizes)
+        except UnsupportedKernel as error:
+            logger.info("attention: not %s: %s", name, error)
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("attention: not %s: it failed on %s: %s", name, device.device_kind, error)
+        else:
+            if difference <= (1e-4 if kv_dtype == jnp.float32 else 3e-2):
+                logger.info("attention: %s", name)
+                return name
+            logger.warning("attention: not %s: on %s it differs from the XLA form by %.3g; please report this", name,
+                           device.device_kind, difference)
+    return "xla"
+
+
+def _difference_from_xla(name: str, device: jax.Device, num_heads: int, num_kv_heads: int, head_dim: int,
+                         page_size: int, kv_dtype: jnp.dtype, sliding_window: int | None) -> float:
+    """Largest difference of one batch: three decode rows, of which the outer two share a page, and a chunk."""
+    kv_lens = [page_size + 3, 1, 2 * page_size + 1, 2 * page_size]
+    table = jnp.asarray([[1, 2, 0], [3, 0, 0], [1, 4, 5], [6, 7, 0]], jnp.int32)
+    num_new = min(page_size + 1, kv_lens[-1])
+    with jax.default_device(device):
+        keys = jax.random.split(jax.random.key(0), 3)
+        q = jax.random.normal(keys[0], (3 + num_new, num_heads, head_dim))
+        pools = [jax.random.normal(key, (8, page_size, num_kv_heads * head_dim)).astype(kv_dtype) for key in keys[1:]]
+        shared = SharedPrefixes(table[:1], jnp.asarray([page_size]), jnp.asarray([[0, 2]]))
+        arguments = (q, *pools, table, jnp.asarray(kv_lens), jnp.asarray([0, 1, 2, 3, 3 + num_new]), jnp.int32(3))
+        worst = 0.0
+        for group, window in ((shared, None), (None, sliding_window)):
+            outs = [jax.jit(functools.partial(paged_attention, sm_scale=head_dim ** -0.5, sliding_window=window,
+                                              implementation=each, platform=device.platform))(*arguments, shared=group)
+                    for each in (name, "xla")]
+            worst = max(worst, float(jnp.nan_to_num(jnp.abs(outs[0] - outs[1]), nan=jnp.inf).max()))
+    return worst
+
+
 def _form(name: str, platform: str) -> ModuleType:
     platforms = _PLATFORMS.get(name, (platform,))
     if platform not in platforms:

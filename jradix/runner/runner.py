@@ -16,7 +16,7 @@ from jradix.batch import LOGIT_BLOCK, GrammarTables, MoveKind, PackedBatch, Page
 from jradix.config import EngineConfig, GrammarSizes, SharingCost, StepShape, StepShapes
 from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
-from jradix.ops.attention import check_implementation
+from jradix.ops.attention import check_implementation, sound_implementation
 from jradix.ops.grammar import GrammarArena, make_arena
 from jradix.ops.kv_cache import KVCache, make_kv_cache
 from jradix.runner.grammar_upload import blank_block, check_tables, grammar_blocks, make_upload_grammar
@@ -57,6 +57,12 @@ class ModelRunner:
         self.config = config
         self.device = device
         check_implementation(implementation, device.platform)
+        if implementation is None and device.platform != "cpu":
+            windows = [window for window in model_config.layer_windows if window is not None]
+            implementation = sound_implementation(
+                device, num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads,
+                head_dim=model_config.head_dim, page_size=config.page_size, kv_dtype=kv_dtype,
+                sliding_window=min(windows, default=None))
         self.shapes = StepShapes.for_engine(config)
         self.sharing_cost = SharingCost(**(tuned_sharing(device.device_kind) or {}))
         self._model_config = model_config
