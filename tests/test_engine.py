@@ -383,7 +383,7 @@ def test_stats_count_tokens_pages_and_requests() -> None:
     cached = stats["tokens"]["cached_prompt"]
     assert 16 <= cached <= 19
     assert stats["tokens"] == dict(computed=2 * 25 - cached, computed_prompt=40 - cached, cached_prompt=cached,
-                                   recomputed=0, generated=12, forced=0)
+                                   recomputed=0, generated=12, forced=0, saved_kv_reads=0)
     assert stats["cache"]["hit_rate"] == pytest.approx(cached / 40) and stats["cache"]["lookups"] == 2
     assert stats["requests"] == dict(running=0, waiting=0, finished=2, preemptions=0, failures=0)
     assert stats["cache"]["granularity"] == 4 and stats["cache"]["enabled"] and stats["device"].startswith("cpu:0")
