@@ -18,7 +18,7 @@ from jradix.cache.prefix_cache import Lease, PrefixCache
 from jradix.config import SHORT_TOKENS, EngineConfig, SharingCost, StepShapes
 from jradix.errors import OutOfPages, PagesTooYoung, RequestError
 from jradix.outputs import CacheUse
-from jradix.sched.plan import Row, StepPlan
+from jradix.sched.plan import Row, SharedRows, StepPlan
 from jradix.sched.policy import choose, shares_pending_prefix
 from jradix.sched.request import Request, RequestState
 from jradix.sched.sharing import shared_rows
@@ -53,6 +53,7 @@ class Scheduler:
         self.cache = cache
         self._shapes = shapes or StepShapes.for_engine(config)
         self._sharing = (sharing or SharingCost()) if config.shared_attention else None
+        self._shared: tuple[list[tuple], list[SharedRows]] = [], []     # groups of the last step, and of which rows
         self.counters = SchedulerCounters()
         self._clock = clock
         self._waiting: OrderedDict[int, Request] = OrderedDict()
@@ -135,7 +136,7 @@ class Scheduler:
         if not plan.rows:
             return None
         if self._sharing is not None:
-            plan.shared = shared_rows(plan, self._sharing, self.config.page_size)
+            plan.shared = self._shared_rows(plan)
             self.counters.num_saved_kv_reads += self.config.page_size * sum(
                 (len(group.rows) - 1) * group.num_pages for group in plan.shared)
         plan.page_moves = self.cache.take_moves()
@@ -251,6 +252,13 @@ class Scheduler:
                 num_tokens += num_planned
                 budget -= num_planned
         return rows, skipped
+
+    def _shared_rows(self, plan: StepPlan) -> list[SharedRows]:
+        """The last step's groups as long as the same leases hold the same nodes: their prefixes are still the same."""
+        held = [(row.request.lease, row.request.lease.node, row.num_tokens) for row in plan.rows]
+        if held != self._shared[0]:
+            self._shared = held, shared_rows(plan, self._sharing, self.config.page_size)
+        return self._shared[1]
 
     def _add_chunk(self, rows: list[Row], request: Request, budget: int) -> int:
         """Adds the next chunk of a running request to `rows`; returns its tokens, 0 where there is no room."""
