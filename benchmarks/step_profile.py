@@ -5,9 +5,10 @@
 Host: CPU seconds of the engine's thread for schedule, build and output of decode steps, without overlap, against
 0.3 ms + 25 us per row. Device: the whole forward pass, and its parts as programs of their own with the same shapes
 (all linear layers; attention of all layers; the writes into the KV pages; head and most probable token). What the parts
-leave of the whole is "rest": norms, rotary embedding, activation, page arithmetic. The baseline is the least time that
-this machine's reading speed and matrix product, measured in the same run, allow. Compiling takes longer than measuring;
-with JAX_COMPILATION_CACHE_DIR set it happens once.
+leave of the whole is "rest": norms, rotary embedding, activation, page arithmetic. "contiguous" is the attention over
+one page per row that holds its whole context; the whole step over the same step with that is what paging costs. The
+baseline is the least time that this machine's reading speed and matrix product, measured in the same run, allow.
+Compiling takes longer than measuring; with JAX_COMPILATION_CACHE_DIR set it happens once.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
 from jradix.models.layers import matmul
 from jradix.ops.attention import paged_attention
-from jradix.ops.kv_cache import KVCache, write_pages
+from jradix.ops.kv_cache import KVCache, write_kv
 from jradix.ops.sampling import argmax
 from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams
@@ -58,7 +59,8 @@ class Case:
 
 CASES = {"tiny": (Case(1, 48), Case(1, 64, chunk=32)),
          "default": (Case(1, 512), Case(8, 512), Case(8, 2048), Case(32, 512), Case(1, 512, chunk=512),
-                     Case(1, 2048, chunk=512))}
+                     Case(1, 1024, chunk=512), Case(1, 2048, chunk=512))}
+PREFILL = 1024     # tokens of a prompt whose chunks together are compared with the same without attention
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
                 f"wall ms, medians of {repeats} calls in turn, each waited for, after one that compiles; rest: the "
                 "whole less linear, attention, KV write and head",
                 f"least: at {speed['read_gb_per_s']:.3g} GB/s and {speed['matmul_gflop_per_s']:.4g} GFLOP/s, both "
-                "measured in the same turns"])
+                "measured in the same turns",
+                f"prefill of {PREFILL} tokens: {result['device']['prefill_rate_kept']:.3g} of the rate without "
+                "attention"])
     print_result("step_profile", result, f"{device.platform}:{device.id} ({device.device_kind})")
     return 0
 
@@ -164,12 +168,13 @@ def profile_device(runner: ModelRunner, model: Decoder, model_config: ModelConfi
     """The device's table, and what the machine can do with a record per case."""
     names = ("whole", "linear", "attention", "kv_write", "head")
     table: list[list[Any]] = [["ms", *(name.replace("_", " ") for name in names), "rest", "whole p90",
-                               "whole without attention", "least", "whole / least"]]
+                               "whole without attention", "contiguous", "paging costs", "least", "whole / least"]]
     lines = []
     _, leaves, _ = split_model(model)
     matrices = [leaf for leaf in leaves if leaf.ndim == 2]
     speeds: dict[str, list[float]] = {"read": [], "matmul": []}
     yardsticks = make_yardsticks(matrices)
+    prefill = np.zeros(2)
     for case in cases:
         pieces = make_pieces(runner, model, model_config, case) | yardsticks
         times: dict[str, list[float]] = {name: [] for name in pieces}
@@ -185,14 +190,21 @@ def profile_device(runner: ModelRunner, model: Decoder, model_config: ModelConfi
         speeds["matmul"].append(found["matmul"].median)
         rest = found["whole"].median - sum(found[name].median for name in names[1:])
         least = least_ms(matrices, model_config, runner, case, found)
+        whole = found["whole"].median
+        over_contiguous = whole / (whole - found["attention"].median + found["contiguous"].median)
         table.append([case.name, *(found[name].median for name in names), rest, found["whole"].p90,
-                      found["without_attention"].median, least, found["whole"].median / least])
-        lines.append(dict(case=case.name, rest_ms=rest, least_ms=least, over_least=found["whole"].median / least,
-                          **{f"{name}_ms": found[name] for name in (*names, "without_attention")}))
+                      found["without_attention"].median, found["contiguous"].median, over_contiguous, least,
+                      whole / least])
+        lines.append(dict(case=case.name, rest_ms=rest, least_ms=least, over_least=whole / least,
+                          over_contiguous=over_contiguous,
+                          **{f"{name}_ms": found[name] for name in (*names, "without_attention", "contiguous")}))
+        if case.chunk and case.context <= PREFILL:
+            prefill += np.array([found["without_attention"].median, whole])
     num_bytes = sum(matrix.nbytes for matrix in matrices)
     speed = dict(read_gb_per_s=num_bytes / np.median(speeds["read"]) / 1e6,
                  matmul_gflop_per_s=2 * np.prod(MATMUL) / np.median(speeds["matmul"]) / 1e6)
-    return table, dict(machine={name: float(value) for name, value in speed.items()}, cases=lines)
+    return table, dict(machine={name: float(value) for name, value in speed.items()}, cases=lines,
+                       prefill_rate_kept=float(prefill[0] / prefill[1]) if prefill[1] else float("nan"))
 
 
 def make_pieces(runner: ModelRunner, model: Decoder, model_config: ModelConfig, case: Case
@@ -241,9 +253,14 @@ def make_pieces(runner: ModelRunner, model: Decoder, model_config: ModelConfig, 
         return q
 
     def write(kv: KVCache, values: Array, write_slots: Array) -> KVCache:
-        return KVCache(*(tuple(write_pages(pages, values, write_slots) for pages in side) for side in kv))
+        written = [write_kv(k_pages, v_pages, values, values, write_slots) for k_pages, v_pages in zip(kv.k, kv.v)]
+        return KVCache(*zip(*written))
 
     write = jax.jit(write, donate_argnums=0)
+    row_pages = np.zeros((shape.num_rows, 1), np.int32)
+    row_pages[:case.rows, 0] = 1 + np.arange(case.rows)
+    whole_rows = KVCache(*(tuple(jnp.zeros((case.rows + 1, pages * PAGE_SIZE, pages_of.shape[2]), pages_of.dtype)
+                                 for pages_of in side) for side in runner.kv))
 
     @jax.jit
     def head(leaves: list[Array], hidden: Array) -> Array:
@@ -265,6 +282,7 @@ def make_pieces(runner: ModelRunner, model: Decoder, model_config: ModelConfig, 
         whole=whole, kv_write=write_once,
         linear=lambda: jax.block_until_ready(linear(leaves, x)),
         attention=lambda: jax.block_until_ready(attention(runner.kv, q, *ragged, num_decode)),
+        contiguous=lambda: jax.block_until_ready(attention(whole_rows, q, jnp.asarray(row_pages), *ragged[1:], num_decode)),
         head=lambda: jax.block_until_ready(head(leaves, x[:case.rows])),
         without_attention=lambda: jax.block_until_ready(without_attention(leaves, tokens, positions)))
 

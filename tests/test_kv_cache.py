@@ -6,18 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jradix.ops.kv_cache import KVCache, kv_page_bytes, make_kv_cache, write_pages
+from jradix.ops.kv_cache import KVCache, kv_page_bytes, make_kv_cache, write_kv
 from toy_engine import CPU, drain, greedy, make_engine, toy_runner
 
 PAGES = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2) + 1
 
 
 def write(values: np.ndarray, slots: list[int], pages: np.ndarray = PAGES) -> np.ndarray:
+    """Pages of keys after a write of `values`; those of values are written with the negated ones, and checked."""
     rows = jnp.asarray(values, jnp.float32)
-    return np.asarray(jax.jit(write_pages)(jnp.asarray(pages), rows, np.array(slots, np.int32)))
+    keys, negated = jax.jit(write_kv)(jnp.asarray(pages), -jnp.asarray(pages), rows, -rows, np.array(slots, np.int32))
+    assert np.array_equal(keys, -negated)
+    return np.asarray(keys)
 
 
-def test_write_pages_named_slots_change_and_no_other() -> None:
+def test_write_kv_named_slots_change_and_no_other() -> None:
     out = write([[-1, -2], [-3, -4]], [5, 30])
     expected = PAGES.copy()
     expected[1, 1], expected[7, 2] = (-1, -2), (-3, -4)
@@ -25,14 +28,23 @@ def test_write_pages_named_slots_change_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("slot", [8 * 4, 8 * 4 + 3, 10**6, 2**31 - 1, -1, -4, -32, -2**31])
-def test_write_pages_slot_outside_the_array_is_dropped(slot: int) -> None:
+def test_write_kv_slot_outside_the_array_is_dropped(slot: int) -> None:
     """N03: page 8 of 8, and page -1: neither clamped to the last page nor wrapped to it."""
     assert np.array_equal(write([[-1, -2], [-3, -4]], [slot, 1])[1:], PAGES[1:])
 
 
-def test_write_pages_casts_to_the_pages_type() -> None:
-    pages = write_pages(jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.asarray([[1.00390625]]), jnp.asarray([1]))
-    assert pages.dtype == jnp.bfloat16 and pages[0, 1, 0] == 1.0
+def test_write_kv_casts_to_the_pages_type() -> None:
+    empty, row = jnp.zeros((1, 2, 1), jnp.bfloat16), jnp.asarray([[1.00390625]])
+    for pages in write_kv(empty, empty, row, row, jnp.asarray([1])):
+        assert pages.dtype == jnp.bfloat16 and pages[0, 1, 0] == 1.0
+
+
+def test_write_kv_width_without_a_kernel_is_written_by_xla_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    empty, row = jnp.zeros((2, 2, 40), jnp.bfloat16), jnp.ones((1, 40))
+    with caplog.at_level("INFO", logger="jradix"):
+        k_pages, v_pages = write_kv(empty, empty, row, 2 * row, jnp.asarray([3]), implementation="mosaic_gpu")
+    assert k_pages[1, 1].sum() == 40 and v_pages[1, 1].sum() == 80 and k_pages.sum() == 40
+    assert "KV write: by XLA" in caplog.text and "40" in caplog.text
 
 
 @pytest.mark.parametrize("field, value", [("num_pages", 257), ("max_num_seqs", 9), ("max_model_len", 132),

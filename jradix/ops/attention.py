@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jradix.ops.kv_cache import write_kv
 from pallas_kernels.errors import UnsupportedKernel
 from pallas_kernels.merge import merge
 
@@ -110,8 +111,8 @@ def sound_implementation(device: jax.Device, *, num_heads: int, num_kv_heads: in
                          kv_dtype: jnp.dtype, sliding_window: int | None = None) -> str:
     """The first implementation that serves the device and these sizes, and computes there what the XLA form computes.
 
-    A small ragged batch with a shared prefix and a chunk is run with both. What differs, or fails to compile, is left
-    out with a warning: a kernel may meet a device or a compiler on which nobody has run it.
+    A small ragged batch with a shared prefix and a chunk is written and attended to with both. What differs, or fails
+    to compile, is left out with a warning: a kernel may meet a device or a compiler on which nobody has run it.
     """
     sizes = num_heads, num_kv_heads, head_dim, page_size, jnp.dtype(kv_dtype), sliding_window
     for name in IMPLEMENTATIONS[:-1]:
@@ -141,14 +142,18 @@ def _difference_from_xla(name: str, device: jax.Device, num_heads: int, num_kv_h
     with jax.default_device(device):
         keys = jax.random.split(jax.random.key(0), 3)
         q = jax.random.normal(keys[0], (3 + num_new, num_heads, head_dim))
-        pools = [jax.random.normal(key, (8, page_size, num_kv_heads * head_dim)).astype(kv_dtype) for key in keys[1:]]
+        rows = [jax.random.normal(key, (8 * page_size, num_kv_heads * head_dim)) for key in keys[1:]]
+        empty = [jnp.zeros((8, page_size, num_kv_heads * head_dim), kv_dtype)] * 2
         shared = SharedPrefixes(table[:1], jnp.asarray([page_size]), jnp.asarray([[0, 2]]))
-        arguments = (q, *pools, table, jnp.asarray(kv_lens), jnp.asarray([0, 1, 2, 3, 3 + num_new]), jnp.int32(3))
+        lens = table, jnp.asarray(kv_lens), jnp.asarray([0, 1, 2, 3, 3 + num_new]), jnp.int32(3)
         worst = 0.0
         for group, window in ((shared, None), (None, sliding_window)):
-            outs = [jax.jit(functools.partial(paged_attention, sm_scale=head_dim ** -0.5, sliding_window=window,
-                                              implementation=each, platform=device.platform))(*arguments, shared=group)
-                    for each in (name, "xla")]
+            outs = []
+            for each in (name, "xla"):
+                pools = jax.jit(functools.partial(write_kv, implementation=each))(*empty, *rows, jnp.arange(8 * page_size))
+                outs.append(jax.jit(functools.partial(
+                    paged_attention, sm_scale=head_dim ** -0.5, sliding_window=window, implementation=each,
+                    platform=device.platform))(q, *pools, *lens, shared=group))
             worst = max(worst, float(jnp.nan_to_num(jnp.abs(outs[0] - outs[1]), nan=jnp.inf).max()))
     return worst
 

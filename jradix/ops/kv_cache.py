@@ -1,11 +1,17 @@
 """The KV cache on the device: one array of pages for keys and one for values per layer."""
 from __future__ import annotations
 
+import functools
+import logging
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.errors import UnsupportedKernel
+
+logger = logging.getLogger("jradix")
 
 
 class KVCache(NamedTuple):
@@ -35,15 +41,33 @@ def make_kv_cache(*, num_layers: int, num_pages: int, page_size: int, kv_width: 
     return KVCache(tuple(zeros() for _ in range(num_layers)), tuple(zeros() for _ in range(num_layers)))
 
 
-def write_pages(pages: Array, values: Array, write_slots: Array) -> Array:
-    """Writes one row per token; a slot outside the pages is dropped, never clamped.
+def write_kv(k_pages: Array, v_pages: Array, k: Array, v: Array, slots: Array, *, implementation: str | None = None
+             ) -> tuple[Array, Array]:
+    """The pages with one row of keys and of values written per token; in place where the caller donates them.
 
     Args:
-      pages: [N, page_size, W].
-      values: [T, W], cast to the pages' dtype.
-      write_slots: int32[T], page * page_size + offset; any slot >= N * page_size writes nothing.
+      k_pages, v_pages: [N, page_size, W].
+      k, v: [T, W], cast to the pages' dtype.
+      slots: int32[T], page * page_size + offset; any slot >= N * page_size writes nothing, and is never clamped.
+      implementation: of the attention. "mosaic_gpu" has a kernel for this too, which is used for the widths it serves;
+        all else is written by XLA.
     """
+    if implementation == "mosaic_gpu":
+        from pallas_kernels import mosaic_gpu
+        try:
+            return mosaic_gpu.write_kv(k_pages, v_pages, k, v, slots)
+        except UnsupportedKernel as error:
+            _say(str(error))
+    return _write_rows(k_pages, k, slots), _write_rows(v_pages, v, slots)
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    logger.info("KV write: by XLA; %s", reason)
+
+
+def _write_rows(pages: Array, rows: Array, slots: Array) -> Array:
     num_pages, page_size, width = pages.shape
     flat = pages.reshape(num_pages * page_size, width)
-    flat = flat.at[write_slots].set(values.astype(pages.dtype), mode="drop", wrap_negative_indices=False)
+    flat = flat.at[slots].set(rows.astype(pages.dtype), mode="drop", wrap_negative_indices=False)
     return flat.reshape(pages.shape)

@@ -19,7 +19,7 @@ from jradix.config import KVGroup
 from jradix.models.decoder import Decoder
 from jradix.ops.attention import SharedPrefixes, paged_attention
 from jradix.ops.grammar import FREE_STATE, GrammarArena, advance, apply_mask
-from jradix.ops.kv_cache import KVCache, write_pages
+from jradix.ops.kv_cache import KVCache, write_kv
 from jradix.ops.sampling import (SamplingInputs, SamplingState, adjust_logits, argmax, log_probabilities, sample)
 from jradix.sampling_params import MAX_LOGPROBS
 
@@ -261,8 +261,9 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         group = group_of_layer[layer]
-        keys[layer] = write_pages(keys[layer], k.reshape(num_tokens, -1), write_slots[group])
-        values[layer] = write_pages(values[layer], v.reshape(num_tokens, -1), write_slots[group])
+        keys[layer], values[layer] = write_kv(keys[layer], values[layer], k.reshape(num_tokens, -1),
+                                              v.reshape(num_tokens, -1), write_slots[group],
+                                              implementation=settings.implementation)
         window = settings.layer_windows[layer]
         return paged_attention(q, keys[layer], values[layer], page_table[group], kv_lens, cu_q_lens, num_decode,
                                sm_scale=settings.head_dim ** -0.5, sliding_window=window,
