@@ -94,7 +94,10 @@ def judge_other(compile_schema: Callable[[Any], Walk], schema: Any, tests: Tests
     except Refused as error:
         return Verdict("refused", str(error), time.process_time() - started)
     seconds = time.process_time() - started
-    verdict, reason = judge_documents(walk, tests)
+    try:
+        verdict, reason = judge_documents(walk, tests)
+    except GrammarError as error:               # it gave up on a document
+        verdict, reason = "too large", str(error)
     return Verdict(verdict, reason, seconds, "other")
 
 

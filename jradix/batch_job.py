@@ -26,6 +26,7 @@ from jradix.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jradix.llm import LLM
+    from jradix.tool_turn import ToolPrompt
 
 DEFAULT_MAX_INFLIGHT = 256
 ORDER_WINDOW = 4096          # lines read ahead and put in the order in which they share most
@@ -220,7 +221,7 @@ class _BatchJob:
                                   "results written; run the same command again to resume")
         self._close_summary(before, self._llm.stats()["tokens"], time.perf_counter() - started)
 
-    def _pending(self) -> Iterator[tuple[str | list[int], SamplingParams]]:
+    def _pending(self) -> Iterator[tuple[str | list[int] | ToolPrompt, SamplingParams]]:
         """Requests for the LLM, made when it asks for them; a line that cannot become one is written at once."""
         index = 0
         for line in self._requests.lines():
@@ -233,10 +234,14 @@ class _BatchJob:
             except LineError as error:
                 self._fail(line, digest, error.custom_id, error.code, str(error))
                 continue
-            prompt = request.prompt
+            prompt, params = request.prompt, request.params
             if request.messages is not None:
                 try:
-                    prompt = self._llm.render_chat(request.messages, template_kwargs=request.template_kwargs)
+                    if request.tools is None:
+                        prompt = self._llm.render_chat(request.messages, template_kwargs=request.template_kwargs)
+                    else:
+                        prompt, params = self._llm.chat_request(request.messages, params, tools=request.tools,
+                                                                template_kwargs=request.template_kwargs)
                 except (RequestError, TokenizerError) as error:
                     self._fail(line, digest, request.custom_id, "invalid_request", str(error))
                     continue
@@ -245,7 +250,7 @@ class _BatchJob:
             self._open[index] = _OpenItem(line, digest, request.custom_id, request.messages is not None,
                                           request.params.logprobs, request.model not in (None, self._llm.model_name))
             index += 1
-            yield prompt, _with_seed(request.params, line, digest)
+            yield prompt, _with_seed(params, line, digest)
 
     def _write(self, item: _OpenItem, output: RequestOutput) -> None:
         if output.error is not None:
@@ -282,7 +287,8 @@ def answer_body(output: RequestOutput, model: str, *, is_chat: bool, num_logprob
                 name: str) -> dict[str, Any]:
     """The `body` of a result: OpenAI's chat.completion or text_completion, with `token_ids` beside each choice's text.
 
-    A choice with a grammar also says what followed it, whether the text is whole, and the `error` where it is not.
+    A choice with a grammar also says what followed it, whether the text is whole, and the `error` where it is not. One
+    that calls tools has `message.tool_calls` and no content where it wrote no text.
 
     Args:
       output: a finished request.
@@ -293,7 +299,7 @@ def answer_body(output: RequestOutput, model: str, *, is_chat: bool, num_logprob
     """
     choices = []
     for choice in sorted(output.outputs, key=lambda choice: choice.index):
-        text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
+        text = {"message": choice.as_message()} if is_chat else {"text": choice.text}
         logprobs = None
         if num_logprobs is not None and choice.logprobs is not None:
             logprobs = (_chat_logprobs if is_chat else _completion_logprobs)(choice, num_logprobs)
@@ -407,6 +413,9 @@ def _print_answers(requests: RequestFile, results: ResultFile, out: TextIO) -> N
             continue
         choices = record["response"]["body"]["choices"]
         for choice in choices:
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            message = choice["message"] if "message" in choice else {"content": choice["text"]}
+            calls = [f"{call['function']['name']}({call['function']['arguments']})"
+                     for call in message.get("tool_calls", ())]
+            text = "\n".join([*filter(None, [message["content"]]), *calls])
             label = name if len(choices) == 1 else f"{name}[{choice['index']}]"
             print(f"{label}: " + text.strip().replace("\n", "\n    "), file=out)

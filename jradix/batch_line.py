@@ -12,6 +12,8 @@ Fields of the body (of the line itself in the plain form):
   response_format       {"type": "json_schema", "json_schema": {"schema": {...}}}, {"type": "json_object"} or text
   logprobs              chat: true or false, with top_logprobs; completions: how many
   chat_template_kwargs  chat only
+  tools, tool_choice, parallel_tool_calls
+                        chat only, as in `LLM.chat`
   stream, echo          only false
   user, metadata, store ignored: they do not change the answer
 Null counts as not given. Every other field makes the line an error record that names it.
@@ -26,6 +28,7 @@ from typing import Any
 
 from jradix.errors import RequestError
 from jradix.sampling_params import SamplingParams, read_response_format
+from jradix.tools import ToolSet, read_tools
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 
@@ -54,9 +57,10 @@ class BatchRequest:
       custom_id: the user's name of the line, or `line-<n>`.
       prompt: text or token ids; None for chat.
       messages: the conversation; None for completions.
-      template_kwargs: variables for the chat template.
+      template_kwargs: variables for the chat template, the tools among them.
       params: fields the line leaves out are left to the model, as in `LLM.generate`.
       model: the model the line asks for, None where it names none.
+      tools: what the model may call; None for none.
     """
     custom_id: str
     prompt: str | list[int] | None
@@ -64,6 +68,7 @@ class BatchRequest:
     template_kwargs: dict[str, Any] | None
     params: SamplingParams
     model: str | None
+    tools: ToolSet | None = None
 
 
 def parse_request_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> BatchRequest:
@@ -153,6 +158,12 @@ def _parse_body(body: dict[str, Any], is_chat: bool, custom_id: str, defaults: M
     template_kwargs = body.pop("chat_template_kwargs", None) if is_chat else None
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise _bad_value("chat_template_kwargs", template_kwargs, "an object")
+    tools = _read_tools(body) if is_chat else None
+    if tools is not None:
+        if "tools" in (template_kwargs or {}):
+            raise LineError("invalid_request", "chat_template_kwargs holds 'tools' beside `tools`: leave them out "
+                                               "there")
+        template_kwargs = {**(template_kwargs or {}), "tools": tools.definitions}
 
     given = dict(defaults)
     if (limit := body.pop("max_completion_tokens", None)) is not None:
@@ -184,8 +195,15 @@ def _parse_body(body: dict[str, Any], is_chat: bool, custom_id: str, defaults: M
     except ValueError as error:
         raise LineError("invalid_request", str(error)) from None
     if is_chat:
-        return BatchRequest(custom_id, None, content, template_kwargs, params, model)
+        return BatchRequest(custom_id, None, content, template_kwargs, params, model, tools)
     return BatchRequest(custom_id, content, None, None, params, model)
+
+
+def _read_tools(body: dict[str, Any]) -> ToolSet | None:
+    try:
+        return read_tools(*(body.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
+    except RequestError as error:
+        raise LineError("invalid_request", str(error)) from None
 
 
 def _num_logprobs(logprobs: object, top_logprobs: object) -> Any:

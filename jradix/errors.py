@@ -1,6 +1,8 @@
 """Every error jradix raises on purpose. Each message says what was given, what was expected and what to do."""
 from __future__ import annotations
 
+from typing import Any
+
 
 class JradixError(Exception):
     """Base of all jradix errors."""
@@ -40,6 +42,20 @@ class PinError(JradixError, ValueError):
 
 class EngineError(JradixError, RuntimeError):
     """A step failed or the engine is closed. The cause is chained."""
+
+
+class ProgramError(JradixError, RuntimeError):
+    """A program, or a part of its text, failed. The cause is chained.
+
+    Attributes:
+      text: what the program's text was by then.
+      state: its state.
+    """
+
+    def __init__(self, message: str, state: Any = None):
+        super().__init__(message)
+        self.state = state
+        self.text = "" if state is None else state.text_so_far
 
 
 class BatchFileError(JradixError, OSError):

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import sys
+from functools import partial
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Se
 
 import numpy as np
 
+from jradix.calls import Steps, Turn, in_turn, iterated_call, whole_call
 from jradix.config import EngineConfig, StepShapes
 from jradix.grammar.book import GRAMMAR_STARTS
 from jradix.engine import Engine
@@ -28,6 +30,8 @@ from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams, read_response_format
 from jradix.stats_table import Stats
 from jradix.tokenizer import Tokenizer
+from jradix.tool_turn import ToolPlan, ToolPrompt, answers_with_calls, plan_tools, tool_definitions
+from jradix.tools import ToolSet, read_tools, with_argument_objects
 from jradix.weights.dtype import kv_dtype, resolve_dtype
 from jradix.weights.loader import load_config, load_generation_config, load_model, weights_fingerprint
 
@@ -48,6 +52,8 @@ DEFAULT_CHUNK_TOKENS = {"cpu": 512}
 
 class LLM:
     """A language model that never computes the same prefix twice. Also a context manager.
+
+    Threads may share it: calls that return lists run one after the other, iterators and `AsyncLLM` between their steps.
 
     Args:
       model: folder in Hugging Face format, `.gguf` file, folder written by `jradix convert`, hub id, or "demo".
@@ -146,10 +152,11 @@ class LLM:
         self.config = dataclasses.replace(
             sizes, num_pages=plan.num_pages, num_host_pages=num_host_pages,
             max_model_len=max_model_len or min(model_config.max_model_len, plan.num_pages * page_size))
-        with self._bar("loading", progress) as bar:
+        with self.progress_bar("loading", progress) as bar:
             weights = load_model(files, dtype=weight_dtype, device=chosen, progress=bar.update)
         generation = load_generation_config(files)
         eos_ids = end_token_ids(self.tokenizer.eos_token_ids, model_config.eos_token_ids, generation)
+        self.end_token_ids = frozenset(eos_ids)
         vocabulary = load_vocabulary(self.tokenizer, model_config.vocab_size, eos_ids)
         runner = ModelRunner(weights, model_config, self.config, device=chosen, kv_dtype=pool_dtype,
                              num_valid_tokens=self.tokenizer.vocab_size, eos_ids=eos_ids,
@@ -173,7 +180,9 @@ class LLM:
         if use_generation_config and defaults:
             self._say("sampling defaults of the model, where a request gives none: "
                       + ", ".join(f"{name}={value}" for name, value in defaults.items()))
+        self.turn = Turn()
         self.cache = LLMCache(self)
+        self._tool_plan: tuple[ToolSet, str | None, ToolPlan] | None = None       # the last one made
         self._batch_order = batch_order
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
         if load_cache is not None:
@@ -183,9 +192,10 @@ class LLM:
 
     # -- work
 
+    @whole_call
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 *, on_error: str = "record", progress: bool | None = None) -> list[RequestOutput]:
+                 *, on_error: str = "record", progress: bool | None = None) -> Steps[list[RequestOutput]]:
         """Completes prompts; results come in the order of the prompts.
 
         Args:
@@ -205,24 +215,40 @@ class LLM:
             raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
         prompts = _as_list(prompts)
         requests = list(zip(prompts, _params_for(prompts, params)))
-        return self._run_all(requests, on_error, progress)
+        return (yield from self._run_all(requests, on_error, progress))
 
+    @whole_call
     def chat(self, messages: Messages | Sequence[Messages],
              params: SamplingParams | Sequence[SamplingParams] | None = None, *, add_generation_prompt: bool = True,
              template_kwargs: Mapping[str, Any] | None = None, response_format: Mapping[str, Any] | None = None,
-             on_error: str = "record", progress: bool | None = None) -> list[RequestOutput]:
+             tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+             tool_choice: str | Mapping[str, Any] | None = None, parallel_tool_calls: bool | None = None,
+             tool_format: str | None = None, on_error: str = "record", progress: bool | None = None
+             ) -> Steps[list[RequestOutput]]:
         """Answers conversations, rendered with the model's own chat template.
 
         User text that spells a control token stays text. Arguments as `generate`.
+
+        With `tools` the template shows them to the model, and a call that it writes has one of their names and
+        arguments that fit. Calls are in `outputs[i].tool_calls`, finish_reason is then "tool_calls";
+        `outputs[i].as_message()` is the message to append, followed by one of role "tool" for each call.
 
         Args:
           messages: a list of {"role", "content"}, or a list of such lists.
           template_kwargs: passed to the template.
           response_format: OpenAI's, for all conversations: {"type": "json_schema", "json_schema": {"schema": ...}} or
             {"type": "json_object"}.
+          tools: for all conversations: OpenAI's {"type": "function", "function": {...}}, or Python functions, whose
+            signature and docstring say the same.
+          tool_choice: OpenAI's: "auto" (also None): text or calls; "none": text, not read for calls; "required": at
+            least one call; {"type": "function", "function": {"name": ...}}: one call of that function.
+          parallel_tool_calls: False: at most one call; None: as many as the model's format allows.
+          tool_format: one of `jradix.tool_formats.FORMATS`: how calls are written, where the messages tell the model so
+            and the template need not; None: what the template asks for.
 
         Raises:
           TokenizerError: the model has no chat template.
+          RequestError: malformed tools, a tool whose arguments cannot be enforced, or a template that shows no tools.
         """
         self._check_open()
         if on_error not in ON_ERROR:
@@ -230,27 +256,34 @@ class LLM:
         if not self.tokenizer.has_chat_template:
             self.tokenizer.apply_chat_template([{"role": "user", "content": ""}])     # raises what to do about it
         form = {} if response_format is None else read_response_format(response_format)
+        tool_set = read_tools(tool_definitions(tools), tool_choice, parallel_tool_calls)
+        if tool_set is None and tool_format is not None:
+            raise RequestError(f"tool_format={tool_format!r} without tools: give `tools` as well, or leave it out")
+        if tool_set is not None:
+            self.plan_tools(tool_set, tool_format)      # raises what holds for all conversations
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        requests: list[tuple[Prompt | RequestError, SamplingParams | None]] = []
+        requests: list[tuple[Prompt | ToolPrompt | RequestError, SamplingParams | None]] = []
         for conversation, given in zip(conversations, _params_for(conversations, params)):
             if form:
                 given = dataclasses.replace(given or SamplingParams(), **form)
             try:
-                ids = self.render_chat(conversation, add_generation_prompt=add_generation_prompt,
-                                       template_kwargs=template_kwargs)
-                requests.append((ids, given))
+                requests.append(self.chat_request(
+                    conversation, given, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs,
+                    tools=tool_set, tool_format=tool_format))
             except RequestError as error:
                 requests.append((error, given))
-        return self._run_all(requests, on_error, progress)
+        return (yield from self._run_all(requests, on_error, progress))
 
-    def generate_iter(self, requests: Iterable[tuple[Prompt, SamplingParams | None]], *,
-                      max_inflight: int | None = None, order_window: int = 1) -> Iterator[tuple[int, RequestOutput]]:
+    @iterated_call
+    def generate_iter(self, requests: Iterable[tuple[Prompt | ToolPrompt, SamplingParams | None]], *,
+                      max_inflight: int | None = None, order_window: int = 1
+                      ) -> Iterator[tuple[int, RequestOutput] | None]:
         """Completes a stream of requests: pulls them as room appears, yields (index, output) as each ends.
 
         A request that cannot be served is an output with `error`. Closing the iterator aborts what still runs.
 
         Args:
-          requests: (prompt, params) pairs, read lazily.
+          requests: (prompt, params) pairs, read lazily; also what `chat_request` returns.
           max_inflight: requests open at once; None: 8 times max_num_seqs.
           order_window: requests pulled at a time and, with batch_order="depth_first", run in the order in which they
             share most; 1: as they come.
@@ -263,8 +296,9 @@ class LLM:
             raise ValueError(f"order_window={order_window}: expected a positive integer")
         return self._iterate(iter(requests), max_inflight, order_window)
 
+    @iterated_call
     def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-               ) -> Iterator[StreamDelta]:
+               ) -> Iterator[StreamDelta | None]:
         """Completes prompts and yields each sample's new text as it appears, in whole characters.
 
         Closing the iterator aborts what still runs.
@@ -273,8 +307,9 @@ class LLM:
         pairs = list(zip(prompts, _params_for(prompts, params)))
         return self._stream(pairs)
 
+    @whole_call
     def score(self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *,
-              progress: bool | None = None) -> list[ScoreOutput]:
+              progress: bool | None = None) -> Steps[list[ScoreOutput]]:
         """Log-probabilities of given completions. Reads the cache up to the token before each completion.
 
         Args:
@@ -307,17 +342,18 @@ class LLM:
                     continue
                 open_requests[name] = i
                 self._sinks[name] = ended.append
-            with self._bar("scoring", progress, len(open_requests)) as bar:
+            with self.progress_bar("scoring", progress, len(open_requests)) as bar:
                 while open_requests:
-                    self._pump()
+                    yield
                     for output in ended:
                         _fill_score(results[open_requests.pop(output.request_id)], output)
                     ended.clear()
                     bar.update(bar.total - len(open_requests), bar.total)
         finally:
-            self._abandon(open_requests)
+            self.withdraw(open_requests)
         return results
 
+    @in_turn
     def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all; their calls return the partial output with finish_reason "abort"."""
         self._check_open()
@@ -327,31 +363,115 @@ class LLM:
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True,
                     template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation, as `chat` runs them. Raises RequestError or TokenizerError."""
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt,
-                                                  template_kwargs=dict(template_kwargs or {}))
+        return self.tokenizer.apply_chat_template(
+            with_argument_objects(messages), add_generation_prompt=add_generation_prompt,
+            template_kwargs=dict(template_kwargs or {}))
+
+    def chat_request(self, messages: Messages, params: SamplingParams | None = None, *,
+                     add_generation_prompt: bool = True, template_kwargs: Mapping[str, Any] | None = None,
+                     tools: ToolSet | None = None, tool_format: str | None = None
+                     ) -> tuple[list[int] | ToolPrompt, SamplingParams | None]:
+        """A conversation as `generate_iter` takes it: (prompt, params). Arguments as `chat`.
+
+        Raises:
+          RequestError, TokenizerError: the conversation cannot be rendered or the tools cannot be used.
+        """
+        kwargs = dict(template_kwargs or {})
+        if tools is not None:
+            if kwargs.setdefault("tools", tools.definitions) != tools.definitions:
+                raise RequestError("template_kwargs holds other 'tools' than `tools`; leave them out there")
+        ids = self.render_chat(messages, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs)
+        plan = None if tools is None else self.plan_tools(tools, tool_format)
+        return (ids, params) if plan is None else plan.ask(ids, params)
+
+    def plan_tools(self, tools: ToolSet, tool_format: str | None = None) -> ToolPlan | None:
+        """How conversations with these tools are asked and read; None where the answer is text. Raises RequestError."""
+        if tools.mode == "none":
+            return None
+        last = self._tool_plan
+        if last is None or last[:2] != (tools, tool_format):
+            last = self._tool_plan = tools, tool_format, plan_tools(self.tokenizer, tools, tool_format)
+        return last[2]
 
     def markers_in(self, messages: Messages) -> list[str]:
         """Control tokens that the text of these messages spells."""
         return self.tokenizer.markers_in(messages)
 
+    # -- for callers that drive the engine themselves
+
+    @in_turn
+    def submit(self, prompt: Prompt | np.ndarray, params: SamplingParams | None,
+               sink: Callable[[RequestOutput], None], *, is_streamed: bool = False, first_logit: int | None = None
+               ) -> str:
+        """Queues one request. It runs while `pump`, or any other call, drives the engine.
+
+        Args:
+          prompt: text, or token ids.
+          sink: called with the output once it is finished, and with `is_streamed` whenever it grew.
+          first_logit: first prompt position whose log-probabilities are wanted, where `prompt_logprobs` asks for any.
+
+        Returns:
+          The request's id, for `withdraw`.
+
+        Raises:
+          RequestError: it cannot be served; nothing was queued.
+        """
+        self._check_open()
+        ids = prompt if isinstance(prompt, np.ndarray) else self._encode(prompt)
+        name = self.engine.add_request(ids, params, prompt=prompt if isinstance(prompt, str) else None,
+                                       is_streamed=is_streamed, first_logit=first_logit)
+        self._sinks[name] = sink
+        return name
+
+    @in_turn
+    def pump(self) -> None:
+        """One engine step; every output goes to the call that waits for it, whichever call drives the step.
+
+        A step that fails or is interrupted drops the requests of all calls; each call gets what its own had.
+        """
+        self._check_open()
+        try:
+            outputs = self.engine.step()
+        except BaseException:
+            outputs, self.engine.dropped_outputs = self.engine.dropped_outputs, []
+            self._deliver(outputs)
+            raise
+        self._deliver(outputs)
+
+    @in_turn
+    def withdraw(self, names: Iterable[str]) -> None:
+        """Aborts requests; their sinks get what they have."""
+        if self.engine is None:
+            return
+        names = [name for name in names if name in self._sinks]
+        for name in names:
+            self.engine.abort(name)
+        self._deliver(self.engine.take_aborted())
+        for name in names:
+            self._sinks.pop(name, None)
+
     # -- the engine as a whole
 
+    @in_turn
     def warmup(self) -> None:
         """Compiles every step shape now, so that no request waits for it."""
         self._check_open()
-        with self._bar("compiling", self._progress) as bar:
+        with self.progress_bar("compiling", self._progress) as bar:
             self._runner.warmup(bar.update)
 
+    @in_turn
     def stats(self) -> Stats:
         """Pool use in pages, hit rate, tokens computed and saved, steps, compilations, device. Prints as a table."""
         self._check_open()
         return Stats(self.engine.stats())
 
+    @in_turn
     def save_cache(self, path: Path) -> int:
         """`cache.save`."""
         self._check_open()
         return self.engine.save_cache(path, self._identity)
 
+    @in_turn
     def load_cache(self, path: Path) -> int:
         """`cache.load`."""
         self._check_open()
@@ -361,6 +481,7 @@ class LLM:
         return loaded.num_loaded_pages
 
     @property
+    @in_turn
     def num_unfinished(self) -> int:
         """Requests that run or wait."""
         self._check_open()
@@ -368,8 +489,11 @@ class LLM:
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """The engine's cache; `cache` is the handle for users."""
+        """The engine's cache; `cache` is the handle for users. Raises EngineError while another thread runs calls."""
         self._check_open()
+        if self.turn.is_taken:
+            raise EngineError("another thread runs calls on this LLM, and its cache may change at any moment; wait for "
+                              "them, or use `await AsyncLLM.run(lambda llm: llm.cache...)`, which runs between steps")
         return self.engine.cache
 
     def namespace(self, params: SamplingParams) -> Namespace | None:
@@ -381,6 +505,7 @@ class LLM:
         """Token ids of a prompt, as `generate` runs them. Raises RequestError."""
         return self._encode(prompt)
 
+    @in_turn
     def close(self) -> None:
         """Gives back all device memory at once. Further calls do nothing."""
         if self.engine is not None:
@@ -397,17 +522,21 @@ class LLM:
     # -- internals
 
     def _run_all(self, requests: list[tuple[Any, SamplingParams | None]], on_error: str, progress: bool | None
-                 ) -> list[RequestOutput]:
+                 ) -> Steps[list[RequestOutput]]:
         self._check_open()
         if on_error == "raise":
             self._check_all(requests)
         results: list[RequestOutput | None] = [None] * len(requests)
         cut_off: dict[int, RequestOutput] = {}
         try:
-            with self._bar("generating", progress, len(requests)) as bar:
+            with self.progress_bar("generating", progress, len(requests)) as bar:
                 done = 0
-                for i, output in self._iterate(iter(requests), max(len(requests), 1), max(len(requests), 1), on_error,
-                                               cut_off):
+                for pair in self._iterate(iter(requests), max(len(requests), 1), max(len(requests), 1), on_error,
+                                          cut_off):
+                    if pair is None:
+                        yield
+                        continue
+                    i, output = pair
                     results[i] = output
                     done += 1
                     bar.update(done, len(requests))
@@ -430,8 +559,18 @@ class LLM:
 
     def _iterate(self, requests: Iterator[tuple[Any, SamplingParams | None]], max_inflight: int, order_window: int,
                  on_error: str = "record", cut_off: dict[int, RequestOutput] | None = None
-                 ) -> Iterator[tuple[int, RequestOutput]]:
+                 ) -> Iterator[tuple[int, RequestOutput] | None]:
         """As `generate_iter`; what it took up and could not yield any more is left in `cut_off`, by index."""
+        complete = partial(self._complete, max_inflight=max_inflight, order_window=order_window, on_error=on_error)
+        return answers_with_calls(complete, requests, self.tokenizer, cut_off)
+
+    def _complete(self, requests: Iterator[tuple[Any, SamplingParams | None]], *, max_inflight: int, order_window: int,
+                  on_error: str, cut_off: dict[int, RequestOutput] | None = None
+                  ) -> Iterator[tuple[int, RequestOutput] | None]:
+        """(index, output) of each request as it ends, None where it waits for a step.
+
+        What could not be yielded any more is left in `cut_off`.
+        """
         self._check_open()
         places: dict[str, int] = {}
         ended: list[RequestOutput] = []
@@ -453,12 +592,12 @@ class LLM:
                     self._sinks[name] = ended.append
                 if not places:
                     return
-                self._pump()
+                yield None
                 for output in ended:
                     yield places.pop(output.request_id), output
                 ended.clear()
         finally:
-            self._abandon(places)
+            self.withdraw(places)
             if cut_off is not None:
                 cut_off.update((places[o.request_id], o) for o in ended if o.request_id in places)
 
@@ -499,7 +638,7 @@ class LLM:
         except RequestError as error:
             return RequestOutput("refused", text, list(ids), finished=True, error=str(error), sampling_params=params)
 
-    def _stream(self, pairs: list[tuple[Prompt, SamplingParams | None]]) -> Iterator[StreamDelta]:
+    def _stream(self, pairs: list[tuple[Prompt, SamplingParams | None]]) -> Iterator[StreamDelta | None]:
         self._check_open()
         places: dict[str, int] = {}
         seen: dict[tuple[str, int], tuple[int, int]] = {}     # (request, sample) -> characters and tokens yielded
@@ -532,27 +671,13 @@ class LLM:
                     self._sinks[name] = take
             num_open = len(places)
             while num_open:
-                self._pump()
+                yield None
                 for delta in deltas:
                     num_open -= delta.output is not None
                     yield delta
                 deltas.clear()
         finally:
-            self._abandon(places)
-
-    def _pump(self) -> None:
-        """One engine step; every output goes to the call that waits for it, whichever call drives the step.
-
-        A step that fails or is interrupted drops the requests of all calls; each call gets what its own had.
-        """
-        self._check_open()
-        try:
-            outputs = self.engine.step()
-        except BaseException:
-            outputs, self.engine.dropped_outputs = self.engine.dropped_outputs, []
-            self._deliver(outputs)
-            raise
-        self._deliver(outputs)
+            self.withdraw(places)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
@@ -562,18 +687,9 @@ class LLM:
             if output.finished:
                 self._sinks.pop(output.request_id, None)
 
-    def _abandon(self, names: Iterable[str]) -> None:
-        """Aborts requests whose call is over."""
-        if self.engine is None:
-            return
-        names = [name for name in names if name in self._sinks]
-        for name in names:
-            self.engine.abort(name)
-        self._deliver(self.engine.take_aborted())
-        for name in names:
-            self._sinks.pop(name, None)
-
-    def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, prompt: Prompt | ToolPrompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, ToolPrompt):
+            return prompt.token_ids
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if not isinstance(prompt, (Sequence, np.ndarray)):
@@ -589,7 +705,7 @@ class LLM:
         if not self._quiet:
             print(f"jradix: {line}", file=sys.stderr)
 
-    def _bar(self, what: str, progress: bool | None, total: int = 0) -> ProgressBar:
+    def progress_bar(self, what: str, progress: bool | None, total: int = 0) -> ProgressBar:
         wanted = self._progress if progress is None else progress
         return ProgressBar(what, total, is_shown=False if self._quiet else wanted)
 

@@ -1,6 +1,7 @@
 """What a user gets back. The words are vLLM's; a failed item is a record in its place."""
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +22,34 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool. It was written under the tool's schema, so the arguments fit it.
+
+    Attributes:
+      id: nine letters and digits (what Mistral's templates ask for), the same whenever the same output is made again.
+      name: of the function.
+      arguments: by parameter name.
+    """
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """In OpenAI's form, the arguments as JSON text."""
+        return {"id": self.id, "type": "function",
+                "function": {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}}
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One sample of a request.
 
     Attributes:
       index: number of the sample, 0 to n - 1.
-      text: decoded output, without the stop text unless it was asked for.
+      text: decoded output, without the stop text unless it was asked for, and without tool calls.
       token_ids: all sampled ids, the stop token included.
-      finish_reason: "stop", "length", "abort", or None while it runs.
+      finish_reason: "stop", "length", "abort", "tool_calls" where it ended with calls, or None while it runs.
       stop_reason: the stop text or stop token id that ended it; "max_model_len" or "kv_capacity" where the output was
         cut by a limit other than max_tokens; None for an end token of the model and for max_tokens.
       logprobs: per output token, token id -> Logprob: the chosen one and the most probable ones.
@@ -40,6 +60,8 @@ class CompletionOutput:
       valid: the output ended as a whole text of its grammar; None without a grammar.
       parsed: the value of a valid output under a JSON schema, else None.
       error: why an output is no whole text of its grammar; None when it is, and without a grammar.
+      tool_calls: calls of the tools given to `chat`, in order. Never part of them: where the output was cut off inside
+        a call there are none, `text` is all that was written and `error` says so.
     """
     index: int = 0
     text: str = ""
@@ -53,6 +75,14 @@ class CompletionOutput:
     valid: bool | None = None
     parsed: Any = None
     error: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def as_message(self) -> dict[str, Any]:
+        """The answer as a message in OpenAI's form, to be appended to the conversation."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text or None,
+                "tool_calls": [call.as_dict() for call in self.tool_calls]}
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -143,6 +144,39 @@ class Tokenizer:
             ids = ids[repeated:]
         return ids
 
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], *, add_special_tokens: bool = False,
+                     is_continuation: bool = False) -> list[int]:
+        """Ids of texts that follow each other, encoded as one text.
+
+        Args:
+          parts: (text, is_trusted): special tokens spelled in trusted text become their ids, in other text they stay
+            text.
+          add_special_tokens: those of the tokenizer, as in `encode`.
+          is_continuation: the texts go on after others, so no space is put before the first word, as tokenizers of the
+            SentencePiece kind do at the start of a text.
+
+        Raises:
+          RequestError: a text that is no valid Unicode.
+        """
+        joined = [("".join(text for text, _ in run), is_trusted)
+                  for is_trusted, run in itertools.groupby(parts, key=lambda part: part[1])]
+        untrusted = [text for text, is_trusted in joined if not is_trusted]
+        backend = self._backend
+        if any(self._marker_pattern.search(text) for text in untrusted):
+            pair = _unused_pair([text for text, _ in joined])
+            backend = self._literal_backend(pair)
+            joined = [(text if is_trusted else self._break_marked(self._mark(text, pair), pair), is_trusted)
+                      for text, is_trusted in joined]
+        whole = "".join(text for text, _ in joined)
+        if add_special_tokens:
+            return self.encode(whole) if backend is self._backend else self._encode(backend, whole, True)
+        if is_continuation and self._anchor is not None:
+            text, before = self._anchor
+            ids = self._encode(backend, text + whole, False)
+            if ids[:len(before)] == before:
+                return ids[len(before):]
+        return self._encode(backend, whole, False)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, spaces untouched. Bytes that are no UTF-8 become U+FFFD, and only those.
 
@@ -215,6 +249,13 @@ class Tokenizer:
         """True when `encode` begins with BOS."""
         bos = self.bos_token_id
         return bos is not None and self._backend.encode("", add_special_tokens=True).ids[:1] == [bos]
+
+    @cached_property
+    def _anchor(self) -> tuple[str, list[int]] | None:
+        """Text and its ids to encode before a text that goes on after others; None where that changes nothing."""
+        alone, before, both = (self._backend.encode(text, add_special_tokens=False).ids for text in ("a", "\n", "\na"))
+        is_changed = both[:len(before)] == before and both[len(before):] != alone
+        return ("\n", before) if is_changed else None
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -77,13 +77,23 @@ def test_chat_logprobs_are_counted_by_top_logprobs(body, expected):
     assert parse_request_line(chat_line(**body), 1).params.logprobs == expected
 
 
+def test_tools_of_a_chat_line_are_read_and_shown_to_the_template():
+    """Null counts as not given here too; completions have no tools."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    request = parse_request_line(chat_line(tools=[tool], tool_choice="required", parallel_tool_calls=False), 1)
+    assert request.template_kwargs == {"tools": [tool]}
+    assert (request.tools.mode, request.tools.is_parallel) == ("required", False)
+    assert parse_request_line(chat_line(tool_choice="none"), 1).tools is None
+    for body in ({"tools": [tool]}, {"tool_choice": "auto"}):
+        assert refused(completion_line(**body)).code == "unsupported_field"
+
+
 @pytest.mark.parametrize("name", ["user", "metadata", "store"])
 def test_fields_that_change_nothing_are_ignored(name):
     assert parse_request_line(chat_line(**{name: "x"}), 1).params == SamplingParams()
 
 
 @pytest.mark.parametrize("body, named", [
-    ({"tools": []}, "tools"),
     ({"best_of": 2}, "best_of"), ({"temprature": 0}, "temprature"), ({"stream": True}, "stream"),
     ({"echo": True}, "echo"), ({"prompt": "x"}, "prompt"), ({"stream_options": {}}, "stream_options")])
 def test_unsupported_field_is_refused_by_name(body, named):
@@ -105,6 +115,8 @@ def test_stream_and_echo_false_are_fine():
     (chat_line(stop=""), "stop"), (chat_line(stop_token_ids=5), "stop_token_ids"),
     (chat_line(logit_bias=[1]), "logit_bias"), (chat_line(n=0), "n=0"),
     (chat_line(temperature=-1), "temperature"), (chat_line(temperature=10**400), "too large"),
+    (chat_line(tools=[]), "tools=[]"), (chat_line(tools=[{"type": "function"}]), "tools[0]"),
+    (chat_line(tool_choice="auto"), "without tools"), (chat_line(parallel_tool_calls=1), "parallel_tool_calls"),
     (chat_line(logit_bias={"3": 10**400}), "too large"), (chat_line(chat_template_kwargs=3), "chat_template_kwargs")])
 def test_bad_value_is_refused_by_name(raw, named):
     error = refused(raw)

@@ -125,7 +125,7 @@ def test_malformed_lines_become_error_records_with_line_and_reason(tmp_path):
     errors = {record["error"]["line"]: record["error"]["code"] for record in found if record["error"]}
     assert good == ["good-1", "good-2"]
     assert errors == {2: "invalid_json", 3: "invalid_line", 4: "missing_custom_id", 5: "unknown_url",
-                      6: "unsupported_field", 9: "unsupported_field", 10: "invalid_json",
+                      6: "unsupported_field", 9: "invalid_request", 10: "invalid_json",
                       11: "request_failed", 12: "invalid_request"}
     assert all(record["response"] is None and record["error"]["message"] for record in found if record["error"])
     assert (summary.lines, summary.blank, summary.answered, summary.errors) == (12, 1, 2, 9)

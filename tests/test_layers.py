@@ -13,19 +13,20 @@ import pytest
 import jradix
 
 ROOT = Path(jradix.__file__).parent.parent
-GROUND = {"errors", "config", "sampling_params", "outputs", "batch", "model_files", "gguf_header", "progress",
-          "batch_line", "request_file", "result_file", "stats_table", "plots"}
+GROUND = {"errors", "calls", "config", "sampling_params", "outputs", "batch", "model_files", "gguf_header", "progress",
+          "batch_line", "request_file", "result_file", "stats_table", "plots", "tools"}
 HOST = {"cache", "sched", "tokenizer", "gguf_tokenizer", "detokenizer", "request_group", "lint", "variable_parts",
-        "grammar"}
+        "grammar", "tool_formats", "tool_turn"}
 DEVICE = {"ops", "models", "weights", "runner"}
 PLANNING = {"cache", "sched"}
-TOP = {"jradix", "__main__", "loading", "llm", "llm_cache", "cli", "batch_job"}     # "jradix": the package's __init__
+TOP = {"jradix", "__main__", "loading", "llm", "llm_cache", "cli", "batch_job",     # "jradix": the package's __init__
+       "async_llm", "lm_eval_model", "program", "search"}
 BRIDGES = {"engine", "testing"}                              # they run both towers
 ASSEMBLERS = {"loading", "llm"}                              # they build the parts and hand them to the engine
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "orbax"}
 NOT_IN_THE_PACKAGE = {"torch", "tensorflow"}
-LEVELS = [GROUND, HOST | DEVICE, BRIDGES, {"loading"}, {"llm_cache"}, {"llm"}, {"batch_job"}, {"cli"},
-          {"jradix", "__main__"}]
+LEVELS = [GROUND, HOST | DEVICE, BRIDGES, {"loading"}, {"llm_cache"}, {"llm"},
+          {"async_llm", "batch_job", "lm_eval_model", "program"}, {"search"}, {"cli"}, {"jradix", "__main__"}]
 
 
 def modules() -> dict[str, Path]:
