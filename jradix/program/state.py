@@ -1,12 +1,9 @@
 """The text that a program writes, `s`: what it appended, what the model added, and what is still to come.
 
 Appending never waits. What follows a part that is being generated stands in a queue; reading a value, the text or the
-messages waits until they are there. As tokens the text is a ruler of three parts:
+messages waits until they are there:
 
-    runs: encoded, those of outputs as they were sampled | open text, encoded together with what follows it | queue
-
-The open text is encoded when a part is generated or chosen after it, as one text, so that its tokens are those of the
-same text in one piece. An output is never encoded again: its KV is found in the cache to the last token.
+    done, in `TokenText` | the part that is being generated | queue of texts and parts
 """
 from __future__ import annotations
 
@@ -14,23 +11,19 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jradix.errors import ProgramError, RequestError
+from jradix.errors import ProgramError
 from jradix.outputs import CompletionOutput, RequestOutput
 from jradix.program.forks import Forks
 from jradix.program.parts import Gen, Select
 from jradix.program.selection import Selection
-from jradix.program.slot import Slot, TokenRun
+from jradix.program.slot import Slot
+from jradix.program.token_text import Text, TokenText
 
 if TYPE_CHECKING:
     from jradix.llm import LLM
     from jradix.program.driver import Driver
-
-Text = tuple[str, bool]                     # text, and whether special tokens spelled in it are meant
 
 
 class State:
@@ -49,9 +42,7 @@ class State:
         self.cause: Exception | None = None
         self.family: set[State] = set() if family is None else family
         self._driver = driver
-        self._runs: tuple[TokenRun, ...] = ()
-        self._open: list[Text] = []
-        self._begins_with_template = False
+        self._tokens = TokenText(driver.llm.tokenizer, driver.llm.end_token_ids)
         self._queue: deque[Slot | Text] = deque()
         self._running: Slot | None = None
         self._written: list[str | Slot] = []
@@ -102,7 +93,7 @@ class State:
         if not isinstance(n, int) or n < 1:
             raise ValueError(f"fork({n!r}): expected a positive number")
         self._settle()
-        self._hold_back()
+        self._tokens.hold_back()
         return Forks(self, [self._twin() for _ in range(n)])
 
     def append_token_ids(self, ids: Sequence[int]) -> None:
@@ -111,12 +102,9 @@ class State:
         if not self._in_block:
             self._close_block()
         self._settle()
-        if self._open:
-            self._add_open_run(self._open)
-            self._open = []
         ids = [int(i) for i in ids]
-        self._written.append(self._driver.llm.tokenizer.decode(ids, skip_special_tokens=False))
-        self._runs += (TokenRun(lambda: ids),)
+        self._written.append(self.llm.tokenizer.decode(ids, skip_special_tokens=False))
+        self._tokens.append_ids(ids)
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """Calls a function with each item, all at once: one that waits for a part of its text lets the others go on.
@@ -203,7 +191,7 @@ class State:
     def token_ids(self) -> list[int]:
         """Tokens of the text so far, waited for."""
         self._settle()
-        return self._tokens().tolist()
+        return self._tokens.ids.tolist()
 
     @property
     def llm(self) -> LLM:
@@ -214,15 +202,15 @@ class State:
     def pinned(self) -> Iterator[State]:
         """Keeps the KV of the text so far in the cache while the block runs. Raises PinError beyond the budget."""
         self._settle()
-        self._hold_back()
-        tokens = self._run_tokens().tolist()
+        self._tokens.hold_back()
+        tokens = self._tokens.closed_ids.tolist()
         if tokens:
-            self._driver.llm.cache.pin(tokens)
+            self.llm.cache.pin(tokens)
         try:
             yield self
         finally:
             if tokens:
-                self._driver.llm.cache.unpin(tokens)
+                self.llm.cache.unpin(tokens)
 
     # -- blocks
 
@@ -247,7 +235,7 @@ class State:
         if self._roles and not self._needs_closing:
             opening = opening.removeprefix(frame.closing(self._roles))
         if not self._written:
-            self._begins_with_template = True
+            self._tokens.has_own_start = True
         self._needs_closing = False
         self._append(opening, is_trusted=True)
         start = len(self._written)
@@ -282,7 +270,7 @@ class State:
             self._written.append(part)
             self._queue.append((part, is_trusted))
         else:
-            slot = Slot(part)
+            slot = Slot(part, is_trusted)
             self._written.append(slot)
             self._queue.append(slot)
             if part.name is not None:
@@ -295,7 +283,7 @@ class State:
         while self._queue and self._running is None and self.error is None:
             part = self._queue.popleft()
             if not isinstance(part, Slot):
-                self._open.append(part)
+                self._tokens.write(*part)
                 self._driver.show(self, None, part[0])
                 continue
             self._running = part
@@ -309,11 +297,9 @@ class State:
                 self.fail(f"{part.title}: {error}")
 
     def _start_gen(self, slot: Slot) -> None:
-        if self._open:
-            self._add_open_run(self._open)
-            self._open = []
+        self._tokens.close()
         params = slot.part.params(self._driver.params)
-        self._driver.submit(self, self._tokens(), params, lambda output: self._take_output(slot, output))
+        self._driver.submit(self, self._tokens.ids, params, lambda output: self._take_output(slot, output))
 
     def _take_output(self, slot: Slot, output: RequestOutput) -> None:
         if self._running is not slot:
@@ -331,10 +317,7 @@ class State:
         if completion.finish_reason == "abort":
             self.fail(f"{slot.title}: aborted after {len(completion.token_ids)} tokens")
             return
-        ids, rest = self._kept(completion)
-        self._runs += (TokenRun(lambda: ids),)
-        if rest:
-            self._open = [(rest, False)]
+        self._tokens.take_output(completion)
         try:
             slot.value = slot.part.value(completion)
         except ValueError as error:
@@ -342,14 +325,12 @@ class State:
         self._finish(slot)
 
     def _start_select(self, slot: Slot) -> None:
-        self._hold_back()
-        before = [] if not self._open else self._encode(self._open, not self._runs)
-        endings = [self._encode([*self._open, (choice, not self._in_block)], not self._runs)
-                   for choice in slot.part.choices]
-        tokenizer = self._driver.llm.tokenizer
+        self._tokens.hold_back()
+        before, endings = self._tokens.endings(slot.part.choices, slot.is_trusted)
+        tokenizer = self.llm.tokenizer
         alone = [tokenizer.encode(choice, add_special_tokens=False) for choice in slot.part.choices]
         start_id = next((i for i in (tokenizer.bos_token_id, *tokenizer.eos_token_ids) if i is not None), None)
-        self._driver.select(self, Selection(slot.part, self._run_tokens(), before, endings, alone, start_id), slot)
+        self._driver.select(self, Selection(slot.part, self._tokens.closed_ids, before, endings, alone, start_id), slot)
 
     def is_waiting_for(self, slot: Slot) -> bool:
         """True while this part is being generated or chosen."""
@@ -364,9 +345,7 @@ class State:
         slot.scores = dict(zip(slot.part.choices, selection.scores))
         slot.choice_logprobs = dict(zip(slot.part.choices, selection.sums))
         self._driver.show(self, slot.part.name, slot.text)
-        ids = selection.endings[index]
-        self._runs += (TokenRun(lambda: ids),)
-        self._open = []
+        self._tokens.take_ending(selection.endings[index])
         self._finish(slot)
 
     def _finish(self, slot: Slot) -> None:
@@ -395,52 +374,6 @@ class State:
         """Nothing is being generated and nothing waits."""
         return self._running is None
 
-    # -- tokens
-
-    def _tokens(self) -> np.ndarray:
-        open_ids = self._encode(self._open, not self._runs) if self._open else []
-        return np.concatenate([self._run_tokens(), np.asarray(open_ids, np.int32)])
-
-    def _run_tokens(self) -> np.ndarray:
-        return np.concatenate([np.zeros(0, np.int32), *(run.ids for run in self._runs)])
-
-    def _encode(self, parts: list[Text], is_first: bool) -> list[int]:
-        return self._driver.llm.tokenizer.encode_parts(
-            parts, add_special_tokens=is_first and not self._begins_with_template, is_continuation=not is_first)
-
-    def _add_open_run(self, parts: list[Text]) -> None:
-        parts, is_first = list(parts), not self._runs
-        self._runs += (TokenRun(lambda: self._encode(parts, is_first)),)
-
-    def _hold_back(self) -> None:
-        """Leaves of the open text only its last word, with which a text that follows may share a token."""
-        parts = [("".join(text for text, _ in run), is_trusted)
-                 for is_trusted, run in groupby(self._open, key=lambda part: part[1])]
-        kept: list[Text] = []
-        while parts:
-            text, is_trusted = parts.pop()
-            cut = _last_word(text)
-            kept.insert(0, (text[cut:], is_trusted))
-            if cut:
-                self._add_open_run([*parts, (text[:cut], is_trusted)])
-                break
-        self._open = kept
-
-    def _kept(self, completion: CompletionOutput) -> tuple[list[int], str]:
-        """Tokens of an output that stay, and text that follows them: a stop text may end inside a token."""
-        ids = completion.token_ids
-        if completion.finish_reason != "stop":
-            return ids, ""
-        if not isinstance(completion.stop_reason, str):
-            is_end = ids[-1:] and (ids[-1] == completion.stop_reason or ids[-1] in self._driver.llm.end_token_ids)
-            return (ids[:-1] if is_end else ids), ""
-        decode = self._driver.llm.tokenizer.decode
-        for num in range(len(ids), -1, -1):
-            text = decode(ids[:num])
-            if completion.text.startswith(text):
-                return ids[:num], completion.text[len(text):]
-        raise AssertionError("no tokens at all decode to no text")
-
     # -- waiting
 
     def _settle(self) -> None:
@@ -461,18 +394,10 @@ class State:
 
     def _twin(self) -> State:
         twin = State(self._driver, self.family)
-        twin._runs, twin._open = self._runs, list(self._open)
-        twin._begins_with_template = self._begins_with_template
+        twin._tokens = self._tokens.copy()
         twin._written, twin._slots = list(self._written), dict(self._slots)
         twin._gathered = dict(self._gathered)
         twin._roles, twin._blocks = self._roles, list(self._blocks)
         twin._in_block = twin._is_block_inherited = self._in_block
         twin._needs_closing = self._needs_closing
         return twin
-
-
-def _last_word(text: str) -> int:
-    """Where the last word begins, with the white space around it."""
-    words = text.rstrip()
-    word = words.rsplit(None, 1)[-1] if words else ""
-    return len(words[:len(words) - len(word)].rstrip())
