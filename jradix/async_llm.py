@@ -31,7 +31,8 @@ class AsyncLLM:
     Calls that run at the same time share the engine's steps, from any number of event loops, one after the other or
     at once. Cancelling a call, leaving a stream or a timeout aborts its requests at the end of the running step. A step
     that fails raises EngineError in every call that waits. The LLM itself may be used meanwhile, also inside the loop,
-    which then waits: its calls go on between the steps, or take the others along.
+    which then waits: the steps of its calls take these along, and one that fails or is interrupted ends these with what
+    they have (finish_reason "abort").
 
     Args:
       model: an LLM to share, or what `LLM` takes to load one.

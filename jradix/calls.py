@@ -23,28 +23,27 @@ END = object()
 class Turn:
     """A re-entrant lock on an engine that threads get in the order of their coming.
 
-    Invariant: who touches the engine is inside. A visitor waits at the door, and keeps the door until it leaves. A
-    worker stays for many steps and passes the door only to come in: it cannot overtake a visitor.
+    A visitor holds it for a call or a part of one, a worker for many steps: it lets others in between them.
+    Invariant: only the first in line is inside, and only who is inside touches the engine.
     """
 
     def __init__(self) -> None:
-        self._door = threading.Lock()
-        self._inside = threading.Lock()
-        self._inside_id: int | None = None      # the thread inside
-        self._num_workers = 0                   # that stay: inside, or giving way
+        self._changing = threading.Lock()
+        self._line: dict[int, threading.Event] = {}      # thread -> set when it is the first
+        self._inside_id: int | None = None
+        self._num_workers = 0                            # that stay: inside, or giving way
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps all other threads out; waits for the one inside, a worker at most until the end of its step."""
+        """Keeps all other threads out; waits for those that came before, a worker at most until its step ends."""
         if self._inside_id == threading.get_ident():
             yield
             return
-        with self._door, self._inside:
-            try:
-                self._inside_id = threading.get_ident()
-                yield
-            finally:
-                self._inside_id = None
+        try:
+            self._come_in()
+            yield
+        finally:
+            self._go_out()
 
     @property
     def is_taken(self) -> bool:
@@ -59,8 +58,8 @@ class Turn:
 
     @property
     def is_awaited(self) -> bool:
-        """True while somebody waits to come in."""
-        return self._door.locked()
+        """True while somebody waits for the one inside."""
+        return len(self._line) > 1
 
     def give_way(self) -> None:
         """Between two steps of a worker: lets those in who wait, and comes back after them."""
@@ -73,13 +72,26 @@ class Turn:
         self._go_out()
 
     def _come_in(self) -> None:
-        with self._door:
-            self._inside.acquire()
-        self._inside_id = threading.get_ident()
+        me, is_first = threading.get_ident(), threading.Event()
+        with self._changing:
+            self._line.pop(me, None)      # a place that an interrupt left behind
+            self._line[me] = is_first
+            self._call_first()
+        is_first.wait()
+        self._inside_id = me
 
     def _go_out(self) -> None:
-        self._inside_id = None
-        self._inside.release()
+        """Leaves the line: from inside, or from a wait that was interrupted."""
+        me = threading.get_ident()
+        if self._inside_id == me:
+            self._inside_id = None
+        with self._changing:
+            self._line.pop(me, None)
+            self._call_first()
+
+    def _call_first(self) -> None:
+        if self._line:
+            next(iter(self._line.values())).set()
 
 
 class Caller(Protocol):

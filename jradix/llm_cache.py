@@ -9,6 +9,7 @@ import numpy as np
 
 from jradix.cache.explain import Explanation, explain
 from jradix.cache.picture import tree_svg, tree_text
+from jradix.calls import in_turn
 from jradix.errors import EngineError, PinError, RequestError
 from jradix.sampling_params import SamplingParams
 
@@ -40,8 +41,10 @@ class LLMCache:
     """
 
     def __init__(self, llm: LLM):
+        self.turn = llm.turn
         self._llm = llm
 
+    @in_turn
     def pin(self, prefix: Prefix, ttl_s: float | None = None, *, cache_namespace: Any = None) -> int:
         """Computes a prefix where it is not cached, and protects it from eviction.
 
@@ -66,10 +69,12 @@ class LLMCache:
         cache.pin(tokens, namespace, ttl_s=ttl_s)
         return len(tokens)
 
+    @in_turn
     def unpin(self, prefix: Prefix, *, cache_namespace: Any = None) -> None:
         """Ends the protection of exactly this prefix; it stays cached. Raises PinError when it is not pinned."""
         self._cache.pins.remove(self._tokens(prefix), self._namespace(cache_namespace))
 
+    @in_turn
     def evict(self, prefix: Prefix, *, cache_namespace: Any = None) -> int:
         """Forgets all that begins with a prefix, and the part of the prefix that nothing else shares.
 
@@ -80,6 +85,7 @@ class LLMCache:
         """
         return self._cache.evict(self._tokens(prefix), self._namespace(cache_namespace))
 
+    @in_turn
     def clear(self, *, unpin: bool = False) -> int:
         """Empties the cache but for pins.
 
@@ -119,15 +125,18 @@ class LLMCache:
         """
         return self._llm.load_cache(Path(path))
 
+    @in_turn
     def explain(self, prompt: Prefix, *, cache_namespace: Any = None) -> Explanation:
         """Why a prompt would be found in the cache as far as it would, and no further. Changes nothing."""
         tokens = self._tokens(prompt, add_generation_prompt=True)
         return explain(self._cache, tokens, self._namespace(cache_namespace), self._decode)
 
+    @in_turn
     def show(self, *, max_depth: int = 6, max_children: int = 8) -> TreePicture:
         """A picture of the tree: text, tokens, pages, reference counts, age and hits of each edge."""
         return TreePicture(tree_svg(self._cache, self._decode, max_depth=max_depth, max_children=max_children))
 
+    @in_turn
     def __str__(self) -> str:
         return tree_text(self._cache, self._decode)
 

@@ -509,7 +509,9 @@ def test_cache_of_a_working_engine_is_touched_between_steps_only(llm: LLM, monke
         call = asyncio.create_task(allm.generate(PROMPTS, greedy(100)))
         await until(lambda: llm.num_unfinished == 4)
         with pytest.raises(EngineError, match="AsyncLLM.run"):
-            llm.cache.evict("one")
+            llm.prefix_cache.check_invariants()
+        assert llm.cache.pin("another prefix") == len("another prefix")       # waits for its turn
+        llm.cache.unpin("another prefix")
         assert await allm.run(lambda llm: llm.cache.pin("pinned prefix")) == len("pinned prefix")
         assert (await allm.run(LLM.stats))["cache"]["pins"] == 1
         with pytest.raises(ZeroDivisionError):
@@ -629,9 +631,35 @@ def test_turn_visitor_gets_in_between_two_steps_of_a_worker() -> None:
         with turn.held(), turn.held():
             steps.append("visit")
             time.sleep(0.002)
-            assert steps[-2] != "begin" and steps[-1] == "visit", "inside together"
+            assert steps[-2:] == ["end", "visit"], "inside together, or twice before the worker"
             assert not turn.is_taken
     may_stop.set()
     thread.join(10)
     assert steps.count("visit") == 20 and steps.count("begin") == steps.count("end") < 200, "visitors had to wait"
     assert not turn.is_taken
+
+
+def test_turn_interrupted_visitor_leaves_the_line() -> None:
+    turn = Turn()
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def visit() -> None:
+        with turn.held():
+            is_inside.set()
+            may_leave.wait(10)
+
+    thread = threading.Thread(target=visit)
+    thread.start()
+    is_inside.wait(10)
+    timer = threading.Timer(0.05, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        with turn.held():
+            raise AssertionError("two inside")
+    assert turn.is_taken and not turn.is_awaited
+    may_leave.set()
+    thread.join(10)
+    timer.join(10)
+    assert not turn.is_taken
+    with turn.held():
+        assert not turn.is_taken

@@ -93,15 +93,17 @@ class Driver:
 
     def wait(self, state: State, is_met: Callable[[], bool]) -> None:
         """Returns when the condition on a state holds; other programs run meanwhile."""
+        program = getcurrent()
+        if program not in self._programs:
+            with self.llm.turn.held():
+                while not is_met():
+                    self._pump()
+            return
         while not is_met():
             if self._is_closing:
                 raise GreenletExit
-            program = getcurrent()
-            if program in self._programs:
-                self._waiters.setdefault(state, []).append((is_met, program))
-                self._hub.switch()
-            else:
-                self._pump()
+            self._waiters.setdefault(state, []).append((is_met, program))
+            self._hub.switch()
 
     # -- the programs
 
@@ -116,26 +118,32 @@ class Driver:
         has_more = True
         try:
             while has_more or self._programs:
-                while has_more and len(self._programs) < max_live:
-                    index, body = next(pending, (-1, None))
-                    has_more = body is not None
-                    if has_more:
-                        self._begin(lambda index=index, body=body: ended.append((index, self._run_body(body))))
-                        self._resume_ready()
-                self._resume_ready()
+                with self.llm.turn.held():
+                    while has_more and len(self._programs) < max_live:
+                        index, body = next(pending, (-1, None))
+                        has_more = body is not None
+                        if has_more:
+                            self._begin(lambda index=index, body=body: ended.append((index, self._run_body(body))))
+                            self._resume_ready()
+                    self._resume_ready()
+                    if self._programs:
+                        self._pump()
                 while ended:
                     yield ended.popleft()
-                if self._programs:
-                    self._pump()
-                    yield None
+                yield None
         finally:
-            self._is_closing = True
-            for names in list(self._open.values()):
-                self.llm.withdraw(names)
-            for program in list(self._programs):
-                program.parent = getcurrent()
-                program.throw()
-            self._is_closing = False
+            with self.llm.turn.held():
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """Ends what still runs, in the engine and as programs."""
+        self._is_closing = True
+        for names in list(self._open.values()):
+            self.llm.withdraw(names)
+        for program in list(self._programs):
+            program.parent = getcurrent()
+            program.throw()
+        self._is_closing = False
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Results of tasks that run at once, each as a program of its own; inside a program or outside of any.
@@ -159,13 +167,14 @@ class Driver:
 
         for index, task in enumerate(tasks):
             self._begin(functools.partial(run, index, task))
+        if caller is None:
+            with self.llm.turn.held():
+                self._resume_ready()
+                while num_left:
+                    self._pump()
+                    self._resume_ready()
         while num_left:
-            if caller is not None:
-                self._hub.switch()
-                continue
-            self._resume_ready()
-            if num_left:
-                self._pump()
+            self._hub.switch()
         if errors:
             raise errors[min(errors)]
         return results
