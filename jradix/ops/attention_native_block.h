@@ -1,16 +1,15 @@
 // One block of keys: how the queries of an item attend to up to KEYS keys, with an online softmax (Milakov and
 // Gimelshein 2018) that goes on from block to block. "Row" is a query head of a token.
 //
-// Many rows: the block is packed into cache-sized float32 scratch, keys transposed, and scores and weighted values are
-// two small matrix products. Few rows: keys and values are used where they lie, while the next ones are fetched.
+// Many rows: a vector is one number of each of LANES rows, for which a number of a key or value is a common factor, so
+// that keys and values are used as they lie. Few rows: a vector is a part of one row, key or value.
+// Scores and weights are [keys, rows] in both cases, and softmax works on the rows of a vector side by side.
 // Slots that no query of the item sees are read as zeros: whatever they hold is never computed with.
-#include <math.h>
-
 #include "attention_native_numbers.h"
 
 #define NEVER (-1e30f)  // below all scores; finite, so that differences are never NaN
 
-enum { KEYS = 64, TILE = 48, FEW = 4, MAX_DIM = 256, PANEL = 2 * LANES, STRIDE = KEYS + LANES };
+enum { KEYS = 64, TILE = 48, FEW = 4, MAX_DIM = 256 };
 
 // ---- What is attended to, and the scratch of a thread
 
@@ -27,16 +26,18 @@ typedef struct {
 } Setting;
 
 typedef struct {
-  float *keys, *values;                    // a packed block: [dim, STRIDE] and [KEYS, pitch + LANES]
-  float *scores;                           // [rows, KEYS], weights afterwards
-  float *q, *sums, *tops, *totals;         // rows by kv head: [rows, pitch] twice, [rows] twice
-  int64_t pitch;                           // dim in whole PANELs; what lies between is never read by others
+  int64_t rows;                            // of `scores`, in whole vectors
+  int64_t next_head, next_row, next;       // steps: rows to the next kv head; in q and sums to the next row, number
+  float *keys, *values;                    // as float32: eight keys and a block of values, [8, dim] and [KEYS, dim]
+  float *scores;                           // [KEYS, rows], weights afterwards
+  float *q, *sums;                         // many: [dim, rows] of each kv head; few: [rows of all heads, dim]
+  float *tops, *totals, *scales;           // of each row: maximum, sum of weights, factor on what was before the block
   int64_t slots[KEYS], ahead[KEYS];        // offsets in the cache of this block's keys and the next's, -1: not seen
 } Scratch;
 
 // The queries of an item, at one block of keys: those of [low, high) are seen, counted from `base`.
 typedef struct {
-  int64_t first_head, num_heads, head_rows;  // kv heads; rows of each
+  int64_t first_head, num_heads, count;    // kv heads; tokens
   int64_t position;                        // of the first token, -1: all tokens see all keys
   int64_t base, low, high;
 } Block;
@@ -60,229 +61,236 @@ INLINE void fetch(const Cache *cache, const char *row) {
   for (int64_t i = 0; i < cache->dim * cache->bytes; i += 64) __builtin_prefetch(row + i);
 }
 
-// ---- Many rows: products c[rows, columns] = a[rows, depth] b[depth, columns], or c += a b, columns in whole PANELs
+// ---- Softmax
 
-typedef struct {
-  const float *a, *b;
-  float *c;
-  int64_t a_stride, b_stride, c_stride, depth;
-  int adds;
-} Product;
+// Scores of keys [low, high) become weights. `is_masked`: tokens see keys up to their position, of their window.
+INLINE void soften_vectors(int is_masked, const Setting *s, Scratch *w, const Block *b, int64_t first) {
+  const float cap = s->cap;
+  for (int64_t row = 0; row < w->rows; row += LANES) {
+    vf *top = (vf *)(w->tops + first + row), *total = (vf *)(w->totals + first + row), most = *top, sum = {0};
+    vi end, start;
+    for (int j = 0; is_masked && j < LANES; j++) {
+      end[j] = (int32_t)(b->position + (row + j) / s->group + 1 - b->base);
+      start[j] = s->window ? (int32_t)(end[j] - s->window) : 0;
+    }
+    for (int64_t key = b->low; key < b->high; key++) {
+      vf *score = (vf *)(w->scores + key * w->rows + row), x = *score;
+      if (cap != 0) x = cap * tanh_of(x);
+      if (is_masked) x = choose((start <= (int32_t)key) & (end > (int32_t)key), x, spread(NEVER));
+      if (is_masked || cap != 0) *score = x;
+      most = larger(x, most);
+    }
+    for (int64_t key = b->low; key < b->high; key++) {
+      vf *score = (vf *)(w->scores + key * w->rows + row), weight = exp2_of(*score - most);
+      if (is_masked) weight = only((start <= (int32_t)key) & (end > (int32_t)key), weight);
+      *score = weight;
+      sum += weight;
+    }
+    vf scale = exp2_of(*top - most);
+    *(vf *)(w->scales + row) = scale;
+    *total = *total * scale + sum;
+    *top = most;
+  }
+}
 
-INLINE void multiply_tile(int rows, int vectors, const Product *p, int64_t row, int64_t column) {
-  const float *a = p->a + row * p->a_stride, *b = p->b + column;
-  float *c = p->c + row * p->c_stride + column;
-  const int64_t a_stride = p->a_stride, b_stride = p->b_stride, c_stride = p->c_stride, depth = p->depth;
-  vf sum[6][4];
-  for (int r = 0; r < rows; r++)
-    for (int j = 0; j < vectors; j++) sum[r][j] = p->adds ? *(const vf *)(c + r * c_stride + j * LANES) : (vf){0};
-  for (int64_t k = 0; k < depth; k++) {
-    vf x[4];
-    for (int j = 0; j < vectors; j++) x[j] = *(const vf *)(b + k * b_stride + j * LANES);
-    for (int r = 0; r < rows; r++) {
-      vf weight = spread(a[r * a_stride + k]);
-      for (int j = 0; j < vectors; j++) sum[r][j] += weight * x[j];
+// The rows of `scores`, of which the first is row `first` of the item.
+static __attribute__((noinline)) void soften(const Setting *s, Scratch *w, const Block *b, int64_t first) {
+  int64_t end = b->position + 1 - b->base, last_start = s->window ? end + b->count - 1 - s->window : 0;
+  if (b->position >= 0 && (end < b->high || last_start > b->low)) soften_vectors(1, s, w, b, first);
+  else soften_vectors(0, s, w, b, first);
+}
+
+// ---- Many rows
+
+// A tile of products fills the registers: three vectors of rows by four lines, or by eight where there are 32 registers
+// or few vectors.
+INLINE int lines_of(int vectors) { return LANES == 16 || vectors == 1 ? 8 : 4; }
+
+INLINE int64_t vectors_at(int64_t row, int64_t rows) {
+  int64_t left = (rows - row) / LANES;
+  return left == 4 ? 2 : left < 3 ? left : 3;
+}
+
+INLINE void score_tile(int vectors, const float *const *k, const float *q, int64_t rows, int64_t dim, float *scores) {
+  const int lines = lines_of(vectors);
+  vf sum[8][3];
+  for (int i = 0; i < lines; i++)
+    for (int j = 0; j < vectors; j++) sum[i][j] = (vf){0};
+  for (int64_t d = 0; d < dim; d++) {
+    vf x[3];
+    for (int j = 0; j < vectors; j++) x[j] = *(const vf *)(q + d * rows + j * LANES);
+    for (int j = 0; j < vectors; j++) KEEP(x[j]);
+    for (int i = 0; i < lines; i++) {
+      vf factor = spread(k[i][d]);
+      for (int j = 0; j < vectors; j++) sum[i][j] += factor * x[j];
     }
   }
-  for (int r = 0; r < rows; r++)
-    for (int j = 0; j < vectors; j++) *(vf *)(c + r * c_stride + j * LANES) = sum[r][j];
+  for (int i = 0; i < lines; i++)
+    for (int j = 0; j < vectors; j++) *(vf *)(scores + i * rows + j * LANES) = sum[i][j];
 }
 
-static void multiply(const Product *p, int64_t rows, int64_t columns) {
-  int64_t column = 0;
-  for (; rows <= 3 && column + 2 * PANEL <= columns; column += 2 * PANEL)
-    if (rows == 1) multiply_tile(1, 4, p, 0, column);
-    else if (rows == 2) multiply_tile(2, 4, p, 0, column);
-    else multiply_tile(3, 4, p, 0, column);
-  for (; column < columns; column += PANEL)
-    for (int64_t row = 0, taken; row < rows; row += taken) {
-      int64_t left = rows - row;
-      taken = left == 7 || left == 8 ? 4 : left < 6 ? left : 6;
-      switch (taken) {
-        case 1: multiply_tile(1, 2, p, row, column); break;
-        case 2: multiply_tile(2, 2, p, row, column); break;
-        case 3: multiply_tile(3, 2, p, row, column); break;
-        case 4: multiply_tile(4, 2, p, row, column); break;
-        case 5: multiply_tile(5, 2, p, row, column); break;
-        default: multiply_tile(6, 2, p, row, column);
+// Scores of eight keys and all rows of a head.
+static __attribute__((noinline)) void score(const float *const k[8], const float *q, int64_t rows, int64_t dim,
+                                            float *scores) {
+  for (int64_t row = 0, taken; row < rows; row += taken * LANES) {
+    taken = vectors_at(row, rows);
+    for (int i = 0; i < 8; i += lines_of((int)taken))
+      if (taken == 1) score_tile(1, k + i, q + row, rows, dim, scores + i * rows + row);
+      else if (taken == 2) score_tile(2, k + i, q + row, rows, dim, scores + i * rows + row);
+      else score_tile(3, k + i, q + row, rows, dim, scores + i * rows + row);
+  }
+}
+
+// `values` from a column on: lines are columns, which the weights of keys [0, keys) multiply.
+INLINE void add_tile(int vectors, const float *values, const float *weights, const float *scales, int64_t rows,
+                     int64_t dim, int64_t keys, float *sums) {
+  const int lines = lines_of(vectors);
+  vf sum[8][3];
+  for (int j = 0; j < vectors; j++) {
+    vf scale = *(const vf *)(scales + j * LANES);
+    for (int i = 0; i < lines; i++) sum[i][j] = scale * *(const vf *)(sums + i * rows + j * LANES);
+  }
+  for (int64_t key = 0; key < keys; key++) {
+    vf x[3];
+    for (int j = 0; j < vectors; j++) x[j] = *(const vf *)(weights + key * rows + j * LANES);
+    for (int j = 0; j < vectors; j++) KEEP(x[j]);
+    for (int i = 0; i < lines; i++) {
+      vf factor = spread(values[key * dim + i]);
+      for (int j = 0; j < vectors; j++) sum[i][j] += factor * x[j];
+    }
+  }
+  for (int i = 0; i < lines; i++)
+    for (int j = 0; j < vectors; j++) *(vf *)(sums + i * rows + j * LANES) = sum[i][j];
+}
+
+// Adds the weighted values of keys [low, high) to the sums of all rows of a head, which begin at `first`.
+static __attribute__((noinline)) void add(const Scratch *w, int64_t low, int64_t high, int64_t first, int64_t dim) {
+  const float *values = w->values + low * dim, *weights = w->scores + low * w->rows;
+  float *sums = w->sums + first * dim;
+  for (int64_t row = 0, taken; row < w->rows; row += taken * LANES) {
+    taken = vectors_at(row, w->rows);
+    const float *x = weights + row, *scales = w->scales + row;
+    for (int64_t d = 0; d < dim; d += lines_of((int)taken)) {
+      float *sum = sums + d * w->rows + row;
+      if (taken == 1) add_tile(1, values + d, x, scales, w->rows, dim, high - low, sum);
+      else if (taken == 2) add_tile(2, values + d, x, scales, w->rows, dim, high - low, sum);
+      else add_tile(3, values + d, x, scales, w->rows, dim, high - low, sum);
+    }
+  }
+}
+
+// A key or value as float32.
+INLINE const float *widen(int dtype, const char *from, float *to, int64_t dim) {
+  const int64_t bytes = dtype == XLA_FFI_DataType_F32 ? 4 : 2;
+  for (int64_t d = 0; d < dim; d += 8) *(v8 *)(to + d) = load8(dtype, from + d * bytes);
+  return to;
+}
+
+INLINE void attend_many(int dtype, const Setting *s, Scratch *w, const Block *b) {
+  const Cache *cache = &s->cache;
+  const int64_t dim = cache->dim;
+  for (int64_t head = 0; head < b->num_heads; head++) {
+    const int64_t column = (b->first_head + head) * dim, first = head * w->next_head;
+    for (int64_t key = b->low & ~7; key < b->high; key += 8) {
+      const float *k[8];
+      for (int j = 0; j < 8; j++) {
+        const char *at = row_at(cache, cache->k, w->slots[key + j], column);
+        k[j] = dtype == XLA_FFI_DataType_F32 ? (const float *)at : widen(dtype, at, w->keys + j * dim, dim);
+        widen(dtype, row_at(cache, cache->v, w->slots[key + j], column), w->values + (key + j) * dim, dim);
+        fetch(cache, row_at(cache, cache->k, w->ahead[key + j], column));
+        fetch(cache, row_at(cache, cache->v, w->ahead[key + j], column));
       }
+      score(k, w->q + first * dim, w->rows, dim, w->scores + key * w->rows);
     }
-}
-
-// Copies `keys` keys and values of one kv head into the scratch, and fetches those of the next block.
-INLINE void pack(int dtype, const Cache *cache, Scratch *w, int64_t column, int64_t keys) {
-  const int64_t dim = cache->dim, pitch = w->pitch + LANES;
-  for (int64_t i = 0; i < keys; i += 8) {
-    const char *k[8], *v[8];
-    for (int j = 0; j < 8; j++) {
-      k[j] = row_at(cache, cache->k, w->slots[i + j], column);
-      v[j] = row_at(cache, cache->v, w->slots[i + j], column);
-      fetch(cache, row_at(cache, cache->k, w->ahead[i + j], column));
-      fetch(cache, row_at(cache, cache->v, w->ahead[i + j], column));
-    }
-    for (int64_t d = 0; d < dim; d += 8) {
-      v8 x[8];
-      for (int j = 0; j < 8; j++) x[j] = load8(dtype, k[j] + d * cache->bytes);
-      transpose8(x);
-      for (int j = 0; j < 8; j++) *(v8 *)(w->keys + (d + j) * STRIDE + i) = x[j];
-    }
-    for (int j = 0; j < 8; j++)
-      for (int64_t d = 0; d < dim; d += 8)
-        *(v8 *)(w->values + (i + j) * pitch + d) = load8(dtype, v[j] + d * cache->bytes);
+    soften(s, w, b, first);
+    add(w, b->low, b->high, first, dim);
   }
 }
 
 // ---- Few rows: keys and values where they lie
 
 // Scores of `rows` rows and four keys. The values of these keys are fetched meanwhile.
-INLINE void score_keys(int dtype, int rows, const float *q, int64_t pitch, const char *const k[4], const Cache *cache,
-                       float *scores) {
+INLINE void score_keys(int dtype, int rows, const float *q, const char *const k[4], const Cache *cache, float *scores,
+                       int64_t pitch) {
   v8 sum[3][4];
   memset(sum, 0, sizeof sum);
   for (int64_t d = 0; d < cache->dim; d += 8) {
     v8 x[4];
     for (int j = 0; j < 4; j++) x[j] = load8(dtype, k[j] + d * cache->bytes);
     for (int r = 0; r < rows; r++) {
-      v8 y = *(const v8 *)(q + r * pitch + d);
+      v8 y = *(const v8 *)(q + r * cache->dim + d);
       for (int j = 0; j < 4; j++) sum[r][j] += y * x[j];
     }
   }
-  for (int r = 0; r < rows; r++) *(v4 *)(scores + r * KEYS) = sums_of(sum[r]);
+  for (int r = 0; r < rows; r++) {
+    v4 score = sums_of(sum[r]);
+    for (int j = 0; j < 4; j++) scores[j * pitch + r] = score[j];
+  }
 }
 
-// Adds the weighted values of keys [low, high), `vectors` times eight columns from `column` on. The same columns of
-// `ahead` are fetched meanwhile.
+// Adds the weighted values of keys [low, high), `vectors` times eight columns from `column` on, for rows from `row` on.
+// The same columns of `ahead` are fetched meanwhile.
 INLINE void add_values(int dtype, int rows, int vectors, const Cache *cache, const char *const *v,
-                       const char *const *ahead, const float *weights, const Block *b, int64_t column, float *sums,
-                       int64_t pitch) {
+                       const char *const *ahead, const Scratch *w, const Block *b, int64_t column, int64_t row) {
+  float *sums = w->sums + row * cache->dim + column;
   v8 sum[3][4];
   for (int r = 0; r < rows; r++)
-    for (int j = 0; j < vectors; j++) sum[r][j] = *(const v8 *)(sums + r * pitch + column + j * 8);
+    for (int j = 0; j < vectors; j++)
+      sum[r][j] = w->scales[row + r] * *(const v8 *)(sums + r * cache->dim + j * 8);
   for (int64_t k = b->low; k < b->high; k++) {
     v8 weight[3];
     for (int j = 0; j < vectors * 8; j += 16) __builtin_prefetch(ahead[k] + (column + j) * cache->bytes);
-    for (int r = 0; r < rows; r++) weight[r] = weights[r * KEYS + k] - (v8){0};
+    for (int r = 0; r < rows; r++) weight[r] = w->scores[k * w->rows + row + r] - (v8){0};
     for (int j = 0; j < vectors; j++) {
       v8 x = load8(dtype, v[k] + (column + j * 8) * cache->bytes);
       for (int r = 0; r < rows; r++) sum[r][j] += weight[r] * x;
     }
   }
   for (int r = 0; r < rows; r++)
-    for (int j = 0; j < vectors; j++) *(v8 *)(sums + r * pitch + column + j * 8) = sum[r][j];
+    for (int j = 0; j < vectors; j++) *(v8 *)(sums + r * cache->dim + j * 8) = sum[r][j];
 }
 
 INLINE void add_rows(int dtype, int rows, const Cache *cache, const char *const *v, const char *const *ahead,
-                     const float *weights, const Block *b, float *sums, int64_t pitch) {
+                     const Scratch *w, const Block *b, int64_t row) {
   int64_t d = 0;
-  for (; d + 32 <= cache->dim; d += 32) add_values(dtype, rows, 4, cache, v, ahead, weights, b, d, sums, pitch);
-  for (; d < cache->dim; d += 8) add_values(dtype, rows, 1, cache, v, ahead, weights, b, d, sums, pitch);
-}
-
-// ---- Softmax
-
-INLINE vi lanes_between(int64_t first, int64_t low, int64_t high) {
-  vi lane;
-  for (int j = 0; j < LANES; j++) lane[j] = j;
-  return (lane >= (int32_t)(low - first)) & (lane < (int32_t)(high - first));
-}
-
-// Scores of one row become weights, those outside [low, high) 0, and its sums so far are scaled to the new maximum.
-INLINE void soften(int is_masked, const Setting *s, Scratch *w, int64_t line, int64_t row, int64_t keys, int64_t low,
-                   int64_t high) {
-  float *scores = w->scores + line * KEYS, top = w->tops[row], scale = 1;
-  vf most = spread(top), sum = {0};
-  for (int64_t i = 0; i < keys; i += LANES) {
-    vf x = *(vf *)(scores + i);
-    if (s->cap != 0) x = s->cap * tanh_of(x);
-    if (is_masked) x = choose(lanes_between(i, low, high), x, spread(NEVER));
-    if (is_masked || s->cap != 0) *(vf *)(scores + i) = x;
-    most = choose(x > most, x, most);
-  }
-  float new_top = largest_of(most);
-  for (int64_t i = 0; i < keys; i += LANES) {
-    vf weight = exp2_of(*(vf *)(scores + i) - new_top);
-    if (is_masked) weight = only(lanes_between(i, low, high), weight);
-    *(vf *)(scores + i) = weight;
-    sum += weight;
-  }
-  if (new_top > top) {
-    scale = exp2f(top - new_top);
-    for (int64_t d = 0; d < w->pitch; d += LANES) *(vf *)(w->sums + row * w->pitch + d) *= scale;
-  }
-  w->tops[row] = new_top;
-  w->totals[row] = w->totals[row] * scale + sum_of(sum);
-}
-
-// Rows [row, row + rows) of the item, whose scores are in lines [0, rows).
-static __attribute__((noinline)) void soften_rows(const Setting *s, Scratch *w, const Block *b, int64_t head_row,
-                                                  int64_t row, int64_t rows) {
-  const int64_t keys = (b->high + LANES - 1) / LANES * LANES;
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t low = b->low, high = b->high;
-    if (b->position >= 0) {
-      int64_t end = b->position + (row + r) / s->group + 1 - b->base, start = s->window ? end - s->window : low;
-      if (end < high) high = end;
-      if (start > low) low = start;
-    }
-    if (low >= high) memset(w->scores + r * KEYS, 0, sizeof(float) * (size_t)keys);
-    else if (low == 0 && high == keys) soften(0, s, w, r, head_row + row + r, keys, low, high);
-    else soften(1, s, w, r, head_row + row + r, keys, low, high);
-  }
-}
-
-// ---- The block
-
-INLINE void attend_many(int dtype, const Setting *s, Scratch *w, const Block *b) {
-  const int64_t pitch = w->pitch, keys = (b->high + PANEL - 1) / PANEL * PANEL;
-  for (int64_t head = 0; head < b->num_heads; head++) {
-    pack(dtype, &s->cache, w, (b->first_head + head) * s->cache.dim, keys);
-    for (int64_t row = 0; row < b->head_rows; row += TILE) {
-      int64_t rows = b->head_rows - row < TILE ? b->head_rows - row : TILE, first = head * b->head_rows + row;
-      Product scores = {w->q + first * pitch, w->keys, w->scores, pitch, STRIDE, KEYS, s->cache.dim, 0};
-      multiply(&scores, rows, keys);
-      soften_rows(s, w, b, head * b->head_rows, row, rows);
-      Product sums = {w->scores + b->low, w->values + b->low * (pitch + LANES), w->sums + first * pitch,
-                      KEYS, pitch + LANES, pitch, b->high - b->low, 1};
-      multiply(&sums, rows, pitch);
-    }
-  }
+  for (; d + 32 <= cache->dim; d += 32) add_values(dtype, rows, 4, cache, v, ahead, w, b, d, row);
+  for (; d < cache->dim; d += 8) add_values(dtype, rows, 1, cache, v, ahead, w, b, d, row);
 }
 
 // Up to three rows at a time, for the registers: four are two and two.
 INLINE void attend_few(int dtype, const Setting *s, Scratch *w, const Block *b) {
   const Cache *cache = &s->cache;
-  const int64_t pitch = w->pitch, rows = b->head_rows, taken = rows == 4 ? 2 : rows;
+  const int64_t dim = cache->dim, rows = s->group, taken = rows == 4 ? 2 : rows;
   for (int64_t key = b->low & ~3; key < b->high; key += 4)
     for (int64_t head = 0; head < b->num_heads; head++) {
       const char *k[4];
       for (int j = 0; j < 4; j++) {
-        k[j] = row_at(cache, cache->k, w->slots[key + j], (b->first_head + head) * cache->dim);
-        fetch(cache, row_at(cache, cache->v, w->slots[key + j], (b->first_head + head) * cache->dim));
+        k[j] = row_at(cache, cache->k, w->slots[key + j], (b->first_head + head) * dim);
+        fetch(cache, row_at(cache, cache->v, w->slots[key + j], (b->first_head + head) * dim));
       }
       for (int64_t row = head * rows; row < (head + 1) * rows; row += taken) {
-        const float *q = w->q + row * pitch;
-        float *scores = w->scores + row * KEYS + key;
-        if (taken == 1) score_keys(dtype, 1, q, pitch, k, cache, scores);
-        else if (taken == 2) score_keys(dtype, 2, q, pitch, k, cache, scores);
-        else score_keys(dtype, 3, q, pitch, k, cache, scores);
+        const float *q = w->q + row * dim;
+        float *scores = w->scores + key * w->rows + row;
+        if (taken == 1) score_keys(dtype, 1, q, k, cache, scores, w->rows);
+        else if (taken == 2) score_keys(dtype, 2, q, k, cache, scores, w->rows);
+        else score_keys(dtype, 3, q, k, cache, scores, w->rows);
       }
     }
-  soften_rows(s, w, b, 0, 0, b->num_heads * rows);
+  soften(s, w, b, 0);
   for (int64_t head = 0; head < b->num_heads; head++) {
     const char *v[KEYS], *ahead[KEYS];
     for (int64_t i = 0; i < KEYS; i++) {
-      v[i] = row_at(cache, cache->v, w->slots[i], (b->first_head + head) * cache->dim);
-      ahead[i] = row_at(cache, cache->k, w->ahead[i], (b->first_head + head) * cache->dim);
+      v[i] = row_at(cache, cache->v, w->slots[i], (b->first_head + head) * dim);
+      ahead[i] = row_at(cache, cache->k, w->ahead[i], (b->first_head + head) * dim);
     }
-    for (int64_t row = head * rows; row < (head + 1) * rows; row += taken) {
-      const float *weights = w->scores + row * KEYS;
-      float *sums = w->sums + row * pitch;
-      if (taken == 1) add_rows(dtype, 1, cache, v, ahead, weights, b, sums, pitch);
-      else if (taken == 2) add_rows(dtype, 2, cache, v, ahead, weights, b, sums, pitch);
-      else add_rows(dtype, 3, cache, v, ahead, weights, b, sums, pitch);
-    }
+    for (int64_t row = head * rows; row < (head + 1) * rows; row += taken)
+      if (taken == 1) add_rows(dtype, 1, cache, v, ahead, w, b, row);
+      else if (taken == 2) add_rows(dtype, 2, cache, v, ahead, w, b, row);
+      else add_rows(dtype, 3, cache, v, ahead, w, b, row);
   }
 }
+
+// ---- The block
 
 INLINE void attend_as(int dtype, int is_few, const Setting *s, Scratch *w, const Block *b) {
   if (is_few) attend_few(dtype, s, w, b);

@@ -1,5 +1,6 @@
 // A call as a list of items: some queries on one context, for some kv heads. Items are done by the calling thread and
 // by idle threads of XLA's pool, whoever comes first.
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -22,9 +23,9 @@ typedef struct {
   const float *q;
   float *out, *lse;
   int64_t num_tokens;                      // of q
-  int is_decode;
+  int is_few;                              // rows to a head, in all items
   Item *items;
-  int64_t num_items, max_count, max_rows;
+  int64_t num_items, max_count, max_rows, max_lines;   // rows of an item and of its scores, in whole vectors
   atomic_int_fast64_t next;
   pthread_mutex_t mutex;
   pthread_cond_t idle;
@@ -37,92 +38,102 @@ typedef struct {
   void *memory;
 } Worker;
 
-static void finish(const float *sums, float top, float total, int64_t dim, float *out, float *lse) {
-  for (int64_t d = 0; d < dim; d++) out[d] = sums[d] / total;
+INLINE int64_t whole_vectors(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
+
+static void finish(const float *sums, int64_t step, float top, float total, int64_t dim, float *out, float *lse) {
+  const float share = 1 / total;
+  for (int64_t d = 0; d < dim; d++) out[d] = sums[d * step] * share;
   *lse = LN2 * (top + log2f(total));
 }
 
 // Queries of an item become rows of the scratch. Returns how many tokens there are.
 static int64_t load_queries(const Job *job, const Item *item, Worker *worker) {
   const Setting *s = &job->setting;
+  const int64_t dim = s->cache.dim, group = s->group;
   Scratch *w = &worker->scratch;
-  int64_t count = 0, row = 0;
+  int64_t count = 0;
   for (int64_t i = 0; i < item->count; i++) {
     int64_t token = item->members ? item->members[i] : item->token + i;
     if (token < 0 || token >= job->num_tokens) continue;
     worker->tokens[count] = token;
     worker->places[count++] = i;
   }
-  for (int64_t head = item->first_head; head < item->first_head + item->num_heads; head++)
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t g = 0; g < s->group; g++, row++) {
-        const float *q = job->q + (worker->tokens[i] * s->heads + head * s->group + g) * s->cache.dim;
-        for (int64_t d = 0; d < s->cache.dim; d++) w->q[row * w->pitch + d] = q[d] * s->factor;
-        w->tops[row] = NEVER;
-        w->totals[row] = 0;
-      }
-  memset(w->sums, 0, sizeof(float) * (size_t)(row * w->pitch));
+  w->rows = whole_vectors((job->is_few ? item->num_heads : count) * group);
+  w->next_head = job->is_few ? group : w->rows;
+  w->next_row = job->is_few ? dim : 1;
+  w->next = job->is_few ? 1 : w->rows;
+  const int64_t rows = job->is_few ? w->rows : w->rows * item->num_heads;
+  memset(w->q, 0, sizeof(float) * (size_t)(rows * dim));
+  memset(w->sums, 0, sizeof(float) * (size_t)(rows * dim));
+  memset(w->totals, 0, sizeof(float) * (size_t)rows);
+  for (int64_t row = 0; row < rows; row++) w->tops[row] = NEVER;
+  for (int64_t head = 0; head < item->num_heads; head++) {
+    float *to = w->q + head * w->next_head * dim;
+    for (int64_t i = 0; i < count; i++) {
+      const float *from = job->q + (worker->tokens[i] * s->heads + (item->first_head + head) * group) * dim;
+      for (int64_t g = 0; g < group; g++, from += dim, to += w->next_row)
+        for (int64_t d = 0; d < dim; d++) to[d * w->next] = from[d] * s->factor;
+    }
+  }
   return count;
 }
 
 static void store_results(const Job *job, const Item *item, const Worker *worker, int64_t count) {
   const Scratch *w = &worker->scratch;
   const int64_t dim = job->setting.cache.dim, heads = job->setting.heads, group = job->setting.group;
-  int64_t row = 0;
-  for (int64_t head = item->first_head; head < item->first_head + item->num_heads; head++)
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t g = 0; g < group; g++, row++) {
-        const float *sums = w->sums + row * w->pitch;
-        int64_t at = worker->places[i] * heads + head * group + g;
+  for (int64_t head = 0; head < item->num_heads; head++) {
+    const float *sums = w->sums + head * w->next_head * dim;
+    for (int64_t i = 0, row = head * w->next_head; i < count; i++)
+      for (int64_t g = 0; g < group; g++, row++, sums += w->next_row) {
+        int64_t at = worker->places[i] * heads + (item->first_head + head) * group + g;
         if (item->partial) {
           float *partial = item->partial + at * (dim + 2);
-          memcpy(partial, sums, sizeof(float) * (size_t)dim);
+          for (int64_t d = 0; d < dim; d++) partial[d] = sums[d * w->next];
           partial[dim] = w->tops[row];
           partial[dim + 1] = w->totals[row];
         } else {
           at += item->place * heads;
-          finish(sums, w->tops[row], w->totals[row], dim, job->out + at * dim, job->lse + at);
+          finish(sums, w->next, w->tops[row], w->totals[row], dim, job->out + at * dim, job->lse + at);
         }
       }
+  }
 }
 
 static void visit(const Job *job, const Item *item, Worker *worker) {
   const Setting *s = &job->setting;
   Scratch *w = &worker->scratch;
   const int64_t count = load_queries(job, item, worker);
-  const int is_few = job->is_decode && s->group <= FEW;
+  if (count == 0) return;
   for (int64_t base = item->first / KEYS * KEYS; base < item->end; base += KEYS) {
     const int64_t low = item->first > base ? item->first - base : 0, left = item->end - base;
-    Block block = {item->first_head, item->num_heads, count * s->group, item->position,
-                   base, low, left < KEYS ? left : KEYS};
+    Block block = {item->first_head, item->num_heads, count, item->position, base, low, left < KEYS ? left : KEYS};
     if (base > item->first) memcpy(w->slots, w->ahead, sizeof w->slots);
     else locate(&s->cache, item->pages, base, low, block.high, w->slots);
     if (left > KEYS) locate(&s->cache, item->pages, base + KEYS, 0, left < 2 * KEYS ? left - KEYS : KEYS, w->ahead);
     else memset(w->ahead, -1, sizeof w->ahead);
-    attend(is_few, s, w, &block);
+    attend(job->is_few, s, w, &block);
   }
   store_results(job, item, worker, count);
 }
 
 static int open_worker(const Job *job, Worker *worker) {
   Scratch *w = &worker->scratch;
-  const size_t dim = (size_t)job->setting.cache.dim, pitch = (dim + PANEL - 1) / PANEL * PANEL;
-  const size_t rows = (size_t)job->max_rows, count = (size_t)job->max_count, lines = rows > TILE ? rows : TILE;
-  const size_t sizes[] = {dim * STRIDE, KEYS * (pitch + LANES), lines * KEYS, rows * pitch, rows * pitch, rows, rows};
-  float **parts[] = {&w->keys, &w->values, &w->scores, &w->q, &w->sums, &w->tops, &w->totals};
+  const size_t dim = (size_t)job->setting.cache.dim, count = (size_t)job->max_count;
+  const size_t rows = (size_t)job->max_rows, lines = (size_t)job->max_lines;
+  const size_t sizes[] = {8 * dim, KEYS * dim, KEYS * lines, rows * dim, rows * dim, rows, rows, lines};
+  float **parts[] = {&w->keys, &w->values, &w->scores, &w->q, &w->sums, &w->tops, &w->totals, &w->scales};
   size_t floats = 0;
-  for (int i = 0; i < 7; i++) floats += (sizes[i] + 15) / 16 * 16;
+  for (int i = 0; i < 8; i++) floats += (sizes[i] + 15) / 16 * 16;
   char *memory = aligned_alloc(64, (floats * sizeof(float) + 2 * count * sizeof(int64_t) + 63) / 64 * 64);
   worker->memory = memory;
   if (!memory) return 0;
-  for (int i = 0; i < 7; i++) {
+  for (int i = 0; i < 8; i++) {
     *parts[i] = (float *)memory;
     memory += (sizes[i] + 15) / 16 * 16 * sizeof(float);
   }
   worker->tokens = (int64_t *)memory;
   worker->places = worker->tokens + count;
-  w->pitch = (int64_t)pitch;
-  memset(w->values, 0, sizes[1] * sizeof(float));
+  memset(w->scores, 0, sizes[2] * sizeof(float));
   return 1;
 }
 
@@ -200,7 +211,7 @@ static Job *open_job(Call *call, int is_decode, int64_t num_items) {
     s->factor = 2 * LOG2E * call->sm_scale / call->soft_cap;
     s->cap = LOG2E * call->soft_cap;
   }
-  job->is_decode = is_decode;
+  job->is_few = is_decode && s->group <= FEW;
   job->items = items;
   pthread_mutex_init(&job->mutex, NULL);
   pthread_cond_init(&job->idle, NULL);
@@ -210,9 +221,11 @@ static Job *open_job(Call *call, int is_decode, int64_t num_items) {
 
 static void add_item(Job *job, Item item) {
   job->items[job->num_items++] = item;
-  int64_t rows = item.count * item.num_heads * job->setting.group;
+  const int64_t lines = whole_vectors((job->is_few ? item.num_heads : item.count) * job->setting.group);
+  const int64_t rows = job->is_few ? lines : lines * item.num_heads;
   if (item.count > job->max_count) job->max_count = item.count;
   if (rows > job->max_rows) job->max_rows = rows;
+  if (lines > job->max_lines) job->max_lines = lines;
 }
 
 // Does all items on this thread and on idle ones of the pool, and frees the job. Returns whether all were done.

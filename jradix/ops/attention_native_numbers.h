@@ -1,4 +1,4 @@
-// Vectors of float32, in GCC's and Clang's extensions: powers, sums, transposition, and loads of the types of pages.
+// Vectors of float32, in GCC's and Clang's extensions: powers, sums, and loads of the types of pages.
 #include <stdint.h>
 #include <string.h>
 
@@ -41,28 +41,21 @@ INLINE vf spread(float x) { return x - (vf){0}; }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE vf only(vi mask, vf a) { return (vf)(mask & (vi)a); }
 
-INLINE v8 halves(const vf *x, int i) {
-  v8 half;
-  memcpy(&half, (const char *)x + i * sizeof half, sizeof half);
-  return half;
+// `larger`: b where one of them is NaN. KEEP: in a register, where GCC would read it from memory at each use.
+#ifdef __AVX__
+#define KEEP(x) __asm__("" : "+v"(x))
+INLINE vf larger(vf a, vf b) {
+  __asm__("vmaxps %1, %2, %0" : "=v"(a) : "v"(b), "v"(a));
+  return a;
 }
-
-INLINE float sum_of(vf x) {
-  v8 y = LANES == 16 ? halves(&x, 0) + halves(&x, 1) : halves(&x, 0);
-  y += SHUFFLE(u8, y, y, 4, 5, 6, 7, 0, 1, 2, 3);
-  y += SHUFFLE(u8, y, y, 2, 3, 0, 1, 6, 7, 4, 5);
-  return y[0] + y[1];
-}
-
-INLINE float largest_of(vf x) {
-  float top = x[0];
-  for (int j = 1; j < LANES; j++) top = x[j] > top ? x[j] : top;
-  return top;
-}
+#else
+#define KEEP(x) (void)(x)
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+#endif
 
 // 2^x to 1 ulp for x <= 0, 0 below the normal numbers, NaN for NaN. Minimax polynomial on [-0.5, 0.5].
 INLINE vf exp2_of(vf x) {
-  const vf magic = spread(12582912.0f);  // 1.5 * 2^23: the low bits of x + magic are x rounded to an integer
+  const vf magic = spread(12583039.0f);  // 1.5 * 2^23 + 127: the low bits of x + magic are the exponent of 2^round(x)
   vf shifted = x + magic, f = x - (shifted - magic);
   vf p = 1.53458124e-4f * f + 1.33999309e-3f;
   p = p * f + 9.61848907e-3f;
@@ -70,8 +63,7 @@ INLINE vf exp2_of(vf x) {
   p = p * f + 2.40226462e-1f;
   p = p * f + 6.93147182e-1f;
   p = p * f + 1.0f;
-  p = (vf)((vu)p + ((vu)shifted << 23));
-  return (vf)((vi)only(x >= -126.0f, p) | (x != x));
+  return (vf)(~(x < -126.0f) & (vi)(p * (vf)((vu)shifted << 23)));
 }
 
 // tanh(x * ln2 / 2), to 1e-7.
@@ -101,24 +93,6 @@ INLINE v8 load8(int dtype, const char *p) {
   v8 small = (v8)(wide + (1u << 23)) - (v8)((u8){0} + (113u << 23));
   u8 is_small = (u8)(exponent == 0);
   return (v8)((is_small & (u8)small) | (~is_small & wide) | (bits & 0x8000) << 16);
-}
-
-INLINE void transpose8(v8 x[8]) {
-  v8 y[8];
-  for (int i = 0; i < 8; i += 2) {
-    y[i] = SHUFFLE(u8, x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    y[i + 1] = SHUFFLE(u8, x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; j++) {
-      x[i + 2 * j] = SHUFFLE(u8, y[i + j], y[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      x[i + 2 * j + 1] = SHUFFLE(u8, y[i + j], y[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  for (int i = 0; i < 4; i++) {
-    y[i] = SHUFFLE(u8, x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    y[i + 4] = SHUFFLE(u8, x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-  memcpy(x, y, sizeof y);
 }
 
 // The sums of four vectors.

@@ -193,6 +193,17 @@ def test_rows_alone_and_in_a_batch_have_equal_bits(group: int) -> None:
             np.testing.assert_array_equal(got[0], expected[row])
 
 
+def test_members_of_a_group_alone_and_together_have_equal_bits() -> None:
+    pool, q = rows((1300,)), queries(16, 6, 64)
+    run = functools.partial(jitted("shared_prefix", sm_scale=0.125), q, *pool[:2], pool.page_table, np.int32([1296]))
+    together = [np.asarray(array[0]) for array in run(np.arange(16, dtype=np.int32)[None])]
+    for members in ([5], [15, 16, 0], [16, 3, 4, 9, 2, 16, 7]):         # 16: nobody
+        for got, expected in zip(run(np.int32([members])), together):
+            for place, row in enumerate(members):
+                if row < 16:
+                    np.testing.assert_array_equal(got[0, place], expected[row])
+
+
 def test_a_prompt_in_one_chunk_and_in_several_has_equal_bits() -> None:
     pool, q, run = rows((300,)), queries(300, 6, 64), jitted("extend", sm_scale=0.125)
     whole, whole_lse = run(q, *pool, np.int32([300]), np.int32([0, 300]))
@@ -217,7 +228,9 @@ def large_batch() -> list[np.ndarray]:
     extended = jitted("extend", sm_scale=0.125)(q, *pool, np.int32([3000, 700, 2100]), np.int32([0, 1, 150, 200]))
     shared = jitted("shared_prefix", sm_scale=0.125)(q, *pool, np.int32([2992, 0, 2096]),
                                                      np.int32([[0, 1, 2], [3, 4, 200], [5, 200, 6]]))
-    return [np.asarray(array) for array in (*decoded, *extended, *shared)]
+    one_head = jitted("shared_prefix", sm_scale=0.1)(q.reshape(200, 3, 128), *pool[:2], pool.page_table[:1],
+                                                     np.int32([2992]), np.arange(13, dtype=np.int32)[None])
+    return [np.asarray(array) for array in (*decoded, *extended, *shared, *one_head)]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot tie a process to one CPU")
