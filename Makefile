@@ -1,7 +1,9 @@
 # make env        virtual environment with everything the tests need
 # make demo       answers examples/agents.jsonl with the embedded model and shows what the cache saved
 # make test       the test suite; make test-full adds the long forms; make smoke is the short set
-# make test-kernels  installs the compilers for GPUs and TPUs (no device needed) and runs all tests of the kernels
+# make test-kernels  installs the compilers for GPUs and TPUs (no device needed) and compiles kernels and a whole step
+#                with them; make test-kernels-full adds the long forms of all tests of the kernels
+# make notebooks  executes notebooks/ with the embedded model and saves them with their outputs
 # CACHE_DIR=cache make demo starts from the prefix cache of an earlier such run, and saves it again.
 # PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.
 
@@ -9,12 +11,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.jradix-ready
+COMPILERS := $(abspath $(VENV))/compilers
 WORKERS ?= 2
 # Runs in CI on every other supported Python: layers, host tower, attention and its lowering to GPU and TPU, engine, batch job.
 SMOKE := tests/cache $(addprefix tests/test_,layers.py scheduler.py attention.py kv_cache.py page_moves.py models.py \
 	orbax.py tokenizer.py engine.py batch_files.py cli.py sharing.py) tests/kernels
 
-.PHONY: env demo test test-full test-kernels smoke clean
+.PHONY: env demo test test-full test-kernels test-kernels-full smoke notebooks clean
 
 env: $(READY)
 
@@ -42,12 +45,26 @@ smoke: env
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SMOKE)
 	$(BIN)/python -m pytest tests/test_sampling.py -k lower
 
-# The compilers for GPUs and TPUs without their devices: of jax's own versions, and nothing that starts a driver.
-test-kernels: env
+notebooks: env
+	$(BIN)/python tests/notebooks/notebook_execution.py
+
+# The compilers for GPUs and TPUs without their devices, of jax's own versions. They lie in a folder of their own: in
+# the environment itself jax would look for the devices whenever it starts.
+$(COMPILERS)/.ready: $(READY)
+	@echo "== installing the compilers for GPUs and TPUs (0.5 GB)"
+	rm -rf $(COMPILERS)
 	$(BIN)/python -c "import importlib.metadata as m; v = m.version('jaxlib'); print(f'jax-cuda13-plugin=={v}', \
 		f'jax-cuda13-pjrt=={v}', *(r.split(';')[0].strip() for r in m.requires('jax') if r.startswith('libtpu')))" \
-		| xargs $(BIN)/python -m pip install --quiet --no-deps
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels -m "slow or not slow"
+		| xargs $(BIN)/python -m pip install --quiet --no-deps --target $(COMPILERS)
+	@touch $@
+
+test-kernels: $(COMPILERS)/.ready
+	JAX_PLATFORMS=cpu PYTHONPATH=$(COMPILERS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+		tests/kernels/test_gpu_aot.py tests/kernels/test_tpu_aot.py
+
+test-kernels-full: $(COMPILERS)/.ready
+	JAX_PLATFORMS=cpu PYTHONPATH=$(COMPILERS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+		-m "slow or not slow" tests/kernels
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-results.jsonl demo-report.json

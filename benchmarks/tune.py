@@ -27,7 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gpu_check import RANDOM_PAGES, Loop, ints, make_pages, permuted_table, write_json
+from gpu_check import write_json
+from gpu_inputs import RANDOM_PAGES, ints, make_pages, permuted_table
+from gpu_speed import Loop
 from pallas_kernels import blocks
 from pallas_kernels.blocks import Blocks, DecodeBlocks, ExtendBlocks, SharedBlocks
 from pallas_kernels.errors import UnsupportedKernel

@@ -326,17 +326,26 @@ class LLM:
                              "or one prompt")
         results = [ScoreOutput() for _ in completions]
         nothing = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        texts: dict[int, tuple[list[int], int]] = {}        # tokens, and how many of them are the prompt's
+        for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+            try:
+                head, tail = self._encode(prompt), self._encode(completion, add_special_tokens=False)
+                if not head or not tail:
+                    raise RequestError("empty prompt or completion: nothing to score")
+                results[i].token_ids = tail
+                texts[i] = [*head, *tail], len(head)
+            except RequestError as error:
+                results[i].error = str(error)
+        order = list(texts)
+        if self._batch_order == "depth_first":
+            order = [order[j] for j in self.engine.sharing_order([texts[i][0] for i in order], [nothing] * len(order))]
         open_requests: dict[str, int] = {}
         ended: list[RequestOutput] = []
         try:
-            for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+            for i in order:
+                tokens, num_prompt = texts[i]
                 try:
-                    head = self._encode(prompt)
-                    tail = self._encode(completion, add_special_tokens=False)
-                    if not head or not tail:
-                        raise RequestError("empty prompt or completion: nothing to score")
-                    results[i].token_ids = tail
-                    name = self.engine.add_request([*head, *tail], nothing, first_logit=len(head) - 1)
+                    name = self.engine.add_request(tokens, nothing, first_logit=num_prompt - 1)
                 except RequestError as error:
                     results[i].error = str(error)
                     continue

@@ -186,16 +186,11 @@ class JradixLM(TemplateLM):
             heads.append(context[-room:])
             tails.append(continuation)
         self._warn_of_cuts(num_cut, len(pairs))
-        order = self.llm.engine.sharing_order([[*head, *tail] for head, tail in zip(heads, tails)],
-                                              [SCORING] * len(pairs))
-        scores = self.llm.score([heads[i] for i in order], [tails[i] for i in order],
-                                progress=False if disable_tqdm else None)
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        for i, score in zip(order, scores):
+        scores = self.llm.score(heads, tails, progress=False if disable_tqdm else None)
+        for place, score in zip(places, scores):
             if score.error is not None:
-                raise RequestError(f"request {places[i]}: {score.error}")
-            results[i] = score.logprob, score.is_greedy
-        return results
+                raise RequestError(f"request {place}: {score.error}")
+        return [(score.logprob, score.is_greedy) for score in scores]
 
     def _warn_of_cuts(self, num_cut: int, num_requests: int) -> None:
         if num_cut:

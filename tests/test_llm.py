@@ -618,3 +618,20 @@ def test_compile_cache_folder_is_filled(shared: LLM, compiled: Path) -> None:
     while not any(compiled.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert any(compiled.iterdir())
+
+
+def test_score_requests_run_in_the_order_in_which_they_share_most(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = ["first head " * 3, "second head " * 3] * 3
+    tails = [f"{i}!" for i in range(6)]
+    add, asked = llm.engine.add_request, []
+
+    def note(tokens: list[int], *args: object, **kwargs: object) -> str:
+        asked.append(bytes(tokens).decode())
+        return add(tokens, *args, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "add_request", note)
+    scores = llm.score(heads, tails)
+    assert sorted(asked[:3]) == sorted(h + t for h, t in zip(heads[:6:2], tails[:6:2])) or (
+        sorted(asked[:3]) == sorted(h + t for h, t in zip(heads[1:6:2], tails[1:6:2])))
+    alone = [llm.score(head, tail)[0].logprob for head, tail in zip(heads, tails)]
+    assert [score.logprob for score in scores] == pytest.approx(alone, abs=1e-4)

@@ -22,7 +22,7 @@ from jradix.tool_turn import check_shows_tools, function_tool
 from jradix.tools import read_tools, with_argument_objects
 from toy_engine import assert_idle
 from toy_models import make_checkpoint
-from toy_tokenizers import CHATML, make_chat_tokenizer
+from toy_tokenizers import make_chat_tokenizer
 
 MODEL = dict(vocab_size=272, num_hidden_layers=1, max_position_embeddings=2048, bos_token_id=256, eos_token_id=258)
 SIZES = dict(dtype="float32", max_num_seqs=1, prefill_chunk_tokens=32, page_size=8, kv_cache_bytes=2**20, quiet=True,

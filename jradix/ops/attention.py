@@ -200,7 +200,10 @@ def _attend(name: str, platform: str, q: Array, k_pages: Array, v_pages: Array, 
     is_decode = jnp.arange(num_rows) < num_decode
     settings = dict(sm_scale=sm_scale, soft_cap=soft_cap)
     decode, extend = (_function(form, each, sliding_window=sliding_window, **settings) for each in ("decode", "extend"))
-    starts = None if shared is None else _spread(shared, shared.lens[:, None], jnp.zeros(num_rows, jnp.int32))
+    starts = place = None
+    if shared is not None:
+        place = _member_places(shared, num_rows)
+        starts = shared.lens.at[place // shared.members.shape[1]].get(mode="fill", fill_value=0)
     out, lse = decode(q[:num_rows], k_pages, v_pages, page_table, jnp.where(is_decode, kv_lens, 0), starts)
     if shared is not None:
         shared_prefix = _function(form, "shared_prefix", **settings)
@@ -208,8 +211,9 @@ def _attend(name: str, platform: str, q: Array, k_pages: Array, v_pages: Array, 
         def with_prefixes(out: Array, lse: Array) -> Array:
             prefix_out, prefix_lse = shared_prefix(q[:num_rows], k_pages, v_pages, shared.pages, shared.lens,
                                                    shared.members)
-            return merge((out, _spread(shared, prefix_out, jnp.zeros_like(out))),
-                         (lse, _spread(shared, prefix_lse, jnp.full_like(lse, -jnp.inf))))[0]
+            prefix_out, prefix_lse = (x.reshape(-1, *x.shape[2:]).at[place].get(mode="fill", fill_value=fill)
+                                      for x, fill in ((prefix_out, 0), (prefix_lse, -jnp.inf)))
+            return merge((out, prefix_out), (lse, prefix_lse))[0]
 
         out = lax.cond(shared.lens[0] > 0, with_prefixes, lambda out, lse: out, out, lse)
     if not has_chunks:
@@ -226,8 +230,8 @@ def _function(form: ModuleType, name: str, **settings: float | int | None) -> Ca
     return jax.jit(functools.partial(getattr(form, name), **settings))
 
 
-def _spread(shared: SharedPrefixes, values: Array, rows: Array) -> Array:
-    """Values [P, R, ...] of the members, put into their rows [S, ...]; padding members are dropped."""
-    members = jnp.where(shared.lens[:, None] > 0, shared.members, rows.shape[0])
-    values = jnp.broadcast_to(values, (*members.shape, *rows.shape[1:]))
-    return rows.at[members].set(values, mode="drop")
+def _member_places(shared: SharedPrefixes, num_rows: int) -> Array:
+    """int32[S], which of the P * R members each row is; P * R for a row in no group."""
+    members = jnp.where(shared.lens[:, None] > 0, shared.members, num_rows)
+    numbers = jnp.arange(members.size, dtype=jnp.int32).reshape(members.shape)
+    return jnp.full(num_rows, members.size, jnp.int32).at[members].set(numbers, mode="drop")

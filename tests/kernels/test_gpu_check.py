@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import gpu_check
+import gpu_correctness
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tune
-from gpu_check import Section, combos, compare, plan_cases, prepare_kernel, serve, watch
+from gpu_check import Section, plan_cases, serve, watch
+from gpu_correctness import combos, compare, prepare_kernel
+from gpu_inputs import kernels
 from pallas_kernels import blocks
 from pallas_kernels.blocks import DecodeBlocks, ExtendBlocks
 
@@ -82,13 +85,13 @@ def test_compare_wrong_results_are_not_ok(change: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["decode", pytest.param("extend", marks=pytest.mark.slow)])
 def test_correctness_kernel_that_sees_one_key_too_many_fails(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, right = gpu_check.kernels("tiny")
+    name, right = kernels("tiny")
     combo = combos(8)[7]
     assert combo.window
     found = dict(right, **{kernel: lambda *a, sliding_window, **b: right[kernel](
         *a, sliding_window=sliding_window + 1, **b)})
     assert prepare_kernel("tiny", kernel, combo)()["ok"]
-    monkeypatch.setattr(gpu_check, "kernels", lambda size: (name, found))
+    monkeypatch.setattr(gpu_correctness, "kernels", lambda size: (name, found))
     assert not prepare_kernel("tiny", kernel, combo)()["ok"]
 
 

@@ -45,7 +45,7 @@ def test_blocks_of_16_mib_are_served_where_vmem_has_more(device_kind: str, is_se
     if is_served:
         assert "tpu_custom_call" in lower(call, *specs, device_kind=device_kind)
     else:
-        with pytest.raises(UnsupportedKernel, match=r"take 1[\d,]+ bytes of VMEM of 16,777,216"):
+        with pytest.raises(UnsupportedKernel, match=r"take 1[\d,]+ bytes of VMEM of 16,252,928"):
             lower(call, *specs, device_kind=device_kind)
 
 

@@ -26,10 +26,9 @@ class Model(NamedTuple):
 MODELS = {"8b": Model(32, 8, 128), "smollm2": Model(9, 3, 64)}
 
 
-def arguments(kernel: str, model: Model, dtype: object, page_size: int = 16,
-              sharding: jax.sharding.Sharding | None = None) -> list[jax.ShapeDtypeStruct]:
+def arguments(kernel: str, model: Model, dtype: object, page_size: int = 16) -> list[jax.ShapeDtypeStruct]:
     def spec(*shape: int, dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     tokens = CHUNK_TOKENS if kernel == "extend" else NUM_ROWS
     rows = NUM_GROUPS if kernel == "shared_prefix" else NUM_ROWS
