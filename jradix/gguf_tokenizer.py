@@ -5,12 +5,10 @@ It sees metadata only; tensors are the weight loader's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 
-from jradix.errors import CheckpointError, TokenizerError
+from jradix.errors import TokenizerError
 
 if TYPE_CHECKING:
     import tokenizers

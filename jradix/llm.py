@@ -29,7 +29,6 @@ from jradix.runner.memory import plan_host_pages, plan_memory
 from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams, read_response_format
 from jradix.stats_table import Stats
-from jradix.tokenizer import Tokenizer
 from jradix.tool_turn import ToolPlan, ToolPrompt, answers_with_calls, plan_tools, tool_definitions
 from jradix.tools import ToolSet, read_tools, with_argument_objects
 from jradix.weights.dtype import kv_dtype, resolve_dtype
