@@ -10,7 +10,7 @@ from bisect import insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -301,13 +301,13 @@ class Scheduler:
         computing = [r for r in self._running if r.is_prefilling]
         self.thrash_guard.observe(self.counters.num_computed_prompt_tokens, self.cache.counters.num_recomputed_tokens,
                                   len(self._running))
+        blocked = [self._waits_for_prefix(r, m, computing) for r, m in zip(window, matched)]
         while window and self._free_slots and budget:
-            blocked = [self._waits_for_prefix(r, m, computing) for r, m in zip(window, matched)]
             i = choose(window, matched, blocked, self.config.max_bypass)
             if i is None or self._is_held(window[i], matched[i]) or not self._start(window[i]):
                 break
             request = window.pop(i)
-            del matched[i]
+            del matched[i], blocked[i]
             for earlier, is_blocked in zip(window[:i], blocked):
                 earlier.num_passed_over += not is_blocked
             self._admitted.append(request)
@@ -315,7 +315,7 @@ class Scheduler:
             if not num_planned:
                 break
             budget -= num_planned
-            computing.append(request)
+            blocked = [was or self._waits_for_prefix(r, m, (request,)) for was, r, m in zip(blocked, window, matched)]
         return total - budget
 
     def _admission_window(self) -> list[Request]:
@@ -396,7 +396,7 @@ class Scheduler:
         """Pages the running requests are expected to take."""
         return sum(max(self._pages_wanted(r, r.lease), 0) for r in self._running)
 
-    def _waits_for_prefix(self, request: Request, matched: int, computing: list[Request]) -> bool:
+    def _waits_for_prefix(self, request: Request, matched: int, computing: Sequence[Request]) -> bool:
         return (self.config.share_in_batch and self.cache.enabled and not request.num_preemptions
                 and any(shares_pending_prefix(request, matched, r) for r in computing))
 
