@@ -29,6 +29,7 @@ from jradix.model_files import DEMO, HUB_FILES, HUB_IGNORED, resolve
 from jradix.request_file import RequestFile
 from jradix.sched.order import PrefixNode, prefix_trie
 from jradix.tokenizer import Tokenizer
+from jradix.tools import with_argument_objects
 from jradix.variable_parts import Sharing, VariablePart, find_variable_parts
 
 MAX_PROMPT_TOKENS = 2**27
@@ -211,7 +212,8 @@ class _ModelTokens:
 
     def encode(self, request: BatchRequest) -> list[int]:
         if request.messages is not None:
-            return self._tokenizer.apply_chat_template(request.messages, template_kwargs=request.template_kwargs)
+            return self._tokenizer.apply_chat_template(with_argument_objects(request.messages),
+                                                       template_kwargs=request.template_kwargs)
         if isinstance(request.prompt, str):
             return self._tokenizer.encode(request.prompt)
         if (highest := max(request.prompt)) >= self._tokenizer.vocab_size:
