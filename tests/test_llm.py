@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import jradix.llm as llm_module
 from jradix import LLM, SamplingParams, convert
@@ -42,7 +43,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A compilation cache for this module, so that further LLMs of the same sizes start fast."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs, jax.config.jax_compilation_cache_dir
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    reset_cache()           # JAX keeps the folder that it used first
     yield tmp_path_factory.mktemp("compiled")
+    reset_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before[0])
     jax.config.update("jax_compilation_cache_dir", before[1])
 

@@ -13,7 +13,7 @@ _COLUMN, _ROW, _MARGIN, _CHARS, _CELL = 230, 26, 10, 26, 7.4
 _WON, _TRIED = "#1a7f37", "#8c959f"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SearchNode:
     """A text that the search looked at.
 
@@ -61,6 +61,9 @@ class SearchNode:
         text = text if len(text) <= num_chars else text[:num_chars - 1] + "…"
         facts = "" if self.score is None else f"{self.score:.3g} "
         return facts + (f"×{self.visits} " if self.visits > 1 else "") + text
+
+    def __repr__(self) -> str:
+        return f"SearchNode({self.label(48)!r}, {len(self.children)} children)"
 
     def __str__(self) -> str:
         return "\n".join("  " * node.depth + ("* " if node.is_chosen else "- ") + node.label(72) for node in self.walk())
