@@ -436,6 +436,15 @@ def test_random_calls_and_cancellations_keep_the_engine_whole(llm: LLM) -> None:
 
 # -- failures and interrupts
 
+
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, also in a process that was started to ignore it (a shell's `... &`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_failed_step_reaches_every_waiting_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(allm: AsyncLLM) -> list[Any]:
         async def read() -> list[StreamDelta]:
@@ -462,7 +471,7 @@ def test_failed_step_reaches_every_waiting_call(llm: LLM, monkeypatch: pytest.Mo
     assert [out.prompt for out in third.partial_results] == ["four"]
 
 
-def test_interrupt_from_the_keyboard_leaves_a_usable_engine(llm: LLM) -> None:
+def test_interrupt_from_the_keyboard_leaves_a_usable_engine(llm: LLM, keyboard: None) -> None:
     allm = AsyncLLM(llm)
 
     async def main() -> None:
@@ -639,7 +648,7 @@ def test_turn_visitor_gets_in_between_two_steps_of_a_worker() -> None:
     assert not turn.is_taken
 
 
-def test_turn_interrupted_visitor_leaves_the_line() -> None:
+def test_turn_interrupted_visitor_leaves_the_line(keyboard: None) -> None:
     turn = Turn()
     is_inside, may_leave = threading.Event(), threading.Event()
 

@@ -231,7 +231,7 @@ def test_pages_of_one_token_are_refused(kernel: str) -> None:
     ("expected DecodeBlocks or None", dict(blocks=ExtendBlocks(8, 16))),
     ("expected ExtendBlocks or None", dict(blocks=DecodeBlocks(16), kernel="extend")),
     ("q_tokens to be a power of two", dict(blocks=ExtendBlocks(24, 16), kernel="extend")),
-    (r"steps of 16384 keys, 2 stages, take [\d,]+ bytes of VMEM of 16,777,216", dict(blocks=DecodeBlocks(16384))),
+    (r"steps of 16384 keys, 2 stages, take [\d,]+ bytes of VMEM of 16,252,928", dict(blocks=DecodeBlocks(16384))),
     (r"a page table of 64 x 4096 and 64 work items take [\d,]+ bytes of SMEM", dict(rows=64, max_pages=4096))])
 def test_unserved_arguments_are_refused_by_name(match: str, given: dict[str, object]) -> None:
     refused(match, **given)
