@@ -449,6 +449,7 @@ def test_batch_lines_with_tools_are_answered_in_openai_s_form(hermes: LLM, tmp_p
 
 # -- a real model
 
+@pytest.mark.slow
 @pytest.mark.skipif(not smollm.is_installed(), reason="the demo model is not installed")
 def test_smollm2_calls_a_tool_under_a_template_that_shows_it() -> None:
     """Its own template shows no tools, which is said."""
