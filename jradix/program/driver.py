@@ -8,8 +8,9 @@ share its steps.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class Driver:
         self._ready: deque[greenlet] = deque()
         self._waiters: dict[State, list[tuple[Callable[[], bool], greenlet]]] = {}
         self._open: dict[State, set[str]] = {}       # states with requests in the engine, and these
+        self._pins: Counter[bytes] = Counter()       # who holds each pinned prefix
         self._is_closing = False
 
     # -- what states ask for
@@ -85,6 +87,20 @@ class Driver:
                 self._ready.append(program)
             else:
                 self._waiters.setdefault(state, []).append((is_met, program))
+
+    @contextlib.contextmanager
+    def pinned(self, tokens: np.ndarray) -> Iterator[None]:
+        """Keeps a prefix in the cache; states of the same text may do so at the same time. Raises PinError."""
+        key, prefix = tokens.tobytes(), tokens.tolist()
+        if prefix and not self._pins[key]:
+            self.llm.cache.pin(prefix)
+        self._pins[key] += 1
+        try:
+            yield
+        finally:
+            self._pins[key] -= 1
+            if prefix and not self._pins[key]:
+                self.llm.cache.unpin(prefix)
 
     def show(self, state: State, name: str | None, text: str) -> None:
         """New text of a state."""
@@ -143,6 +159,8 @@ class Driver:
         for program in list(self._programs):
             program.parent = getcurrent()
             program.throw()
+        for held in (self._programs, self._ready, self._waiters, self._open):
+            held.clear()
         self._is_closing = False
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -169,10 +187,14 @@ class Driver:
             self._begin(functools.partial(run, index, task))
         if caller is None:
             with self.llm.turn.held():
-                self._resume_ready()
-                while num_left:
-                    self._pump()
+                try:
                     self._resume_ready()
+                    while num_left:
+                        self._pump()
+                        self._resume_ready()
+                except BaseException:
+                    self._end_all()
+                    raise
         while num_left:
             self._hub.switch()
         if errors:

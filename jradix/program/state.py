@@ -203,14 +203,8 @@ class State:
         """Keeps the KV of the text so far in the cache while the block runs. Raises PinError beyond the budget."""
         self._settle()
         self._tokens.hold_back()
-        tokens = self._tokens.closed_ids.tolist()
-        if tokens:
-            self.llm.cache.pin(tokens)
-        try:
+        with self._driver.pinned(self._tokens.closed_ids):
             yield self
-        finally:
-            if tokens:
-                self.llm.cache.unpin(tokens)
 
     # -- blocks
 
@@ -327,9 +321,11 @@ class State:
     def _start_select(self, slot: Slot) -> None:
         self._tokens.hold_back()
         before, endings = self._tokens.endings(slot.part.choices, slot.is_trusted)
-        tokenizer = self.llm.tokenizer
-        alone = [tokenizer.encode(choice, add_special_tokens=False) for choice in slot.part.choices]
-        start_id = next((i for i in (tokenizer.bos_token_id, *tokenizer.eos_token_ids) if i is not None), None)
+        alone, start_id = [], None
+        if slot.part.method == "unconditional":
+            tokenizer = self.llm.tokenizer
+            alone = [tokenizer.encode(choice, add_special_tokens=False) for choice in slot.part.choices]
+            start_id = next((i for i in (tokenizer.bos_token_id, *tokenizer.eos_token_ids) if i is not None), None)
         self._driver.select(self, Selection(slot.part, self._tokens.closed_ids, before, endings, alone, start_id), slot)
 
     def is_waiting_for(self, slot: Slot) -> bool:

@@ -194,3 +194,29 @@ def test_tree_label_is_one_line_and_short(llm: LLM) -> None:
     node = SearchNode("a\n" * 80, begin(llm), math.pi, visits=3)
     assert node.label(20).startswith("3.14 ×3 a a a") and len(node.label(20)) == 20 + len("3.14 ×3 ")
     assert np.isfinite(node.score)
+
+
+def test_mcts_equal_moves_pin_their_common_text_once_and_give_it_back(llm: LLM) -> None:
+    """Greedy moves: all children of a node have the same text."""
+    s = jradix.start(llm, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    s += PROMPT
+    found = mcts(s, step=step, reward=vowels, num_rollouts=12, width=2, max_depth=3, batch=4)
+    assert found.tree.visits == 12 and llm.stats()["cache"]["pins"] == 0
+
+
+def test_map_that_is_interrupted_leaves_nothing_of_its_tasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = begin(llm)
+    s.text()
+    step_engine, calls = llm.engine.step, iter(range(100))
+
+    def interrupted() -> object:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return step_engine()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        best_of_n(s, 3, step, vowels)
+    monkeypatch.undo()
+    assert llm.num_unfinished == 0
+    assert best_of_n(begin(llm), 2, step, vowels).score >= 0
