@@ -43,4 +43,10 @@ class ProgressBar:
 
 
 def _is_interactive() -> bool:
-    return sys.stderr.isatty() or hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return sys.stderr.isatty() or hasattr(sys, "ps1") or _is_in_notebook()
+
+
+def _is_in_notebook() -> bool:
+    """Whether this code runs in a notebook's kernel: many libraries import ipykernel without one."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
