@@ -28,9 +28,9 @@ from jradix.engine import Engine
 from jradix.model_files import resolve
 from jradix.models.config import ModelConfig
 from jradix.models.decoder import Decoder, split_model
-from jradix.models.layers import matmul
 from jradix.ops.attention import paged_attention
 from jradix.ops.kv_cache import KVCache, write_kv
+from jradix.ops.matmul import matmul
 from jradix.ops.sampling import argmax
 from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams

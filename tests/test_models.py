@@ -20,6 +20,7 @@ from jradix.errors import CheckpointError, DeviceError, UnsupportedModel
 from jradix.models.config import ModelConfig, RopeConfig
 from jradix.models.decoder import Decoder, abstract_parameters, named_parameters, split_model
 from jradix.models.rope import inverse_frequencies, rope_cos_sin
+from jradix.ops.matmul_native import why_not
 from jradix.weights import dtype as dtypes
 from jradix.weights.loader import load_config, load_model
 from toy_models import FAMILIES, REFERENCE_MODELS, causal_attend, make_checkpoint, reference_tokens, toy_config
@@ -229,6 +230,7 @@ def dots_of(jaxpr: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("num_rows", [1, 3, 100])
 def test_float32_products_ask_for_highest_precision_and_leave_global_config(num_rows: int, tmp_path: Path) -> None:
     """N10"""
@@ -240,7 +242,7 @@ def test_float32_products_ask_for_highest_precision_and_leave_global_config(num_
         return model.logits(model(tokens, jnp.arange(num_rows), lambda layer, q, k, v: q))
 
     dots = dots_of(jax.make_jaxpr(step)(jnp.arange(num_rows)).jaxpr)
-    num_forms = 2 if num_rows == 3 else 1      # few rows have a form of their own on CPU
+    num_forms = 2 if num_rows == 1 else 1      # the branch for CPUs has a product of XLA's with one row alone
     assert len(dots) == num_forms * (4 * model.config.num_layers + 1)
     for dot in dots:
         assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}

@@ -142,13 +142,14 @@ class RiggedLM(nnx.Module):
     def __init__(self, table: np.ndarray) -> None:
         self.table = nnx.Param(jax.device_put(np.asarray(table, np.float32), CPU))
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend,
+                 num_tokens: jax.Array | None = None) -> jax.Array:
         first = jnp.where(positions == 0, tokens + 1, 0).astype(jnp.float32)
         zeros = jnp.zeros((len(tokens), 1, 2))
         mean = attend(0, zeros, zeros, zeros.at[:, 0, 0].set(first))[:, 0, 0]
         return jnp.stack([jnp.round(mean * (positions + 1)) - 1, positions.astype(jnp.float32)], axis=1)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         first, position = hidden.astype(jnp.int32).T
         return self.table[...].at[first, position].get(mode="clip")
 

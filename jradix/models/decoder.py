@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jradix.models.config import ModelConfig
-from jradix.models.layers import Attend, DecoderLayer, RMSNorm, matmul, random_weights
+from jradix.models.layers import Attend, DecoderLayer, RMSNorm, random_weights
 from jradix.models.rope import rope_cos_sin
+from jradix.ops.matmul import matmul
 
 
 class Decoder(nnx.Module):
@@ -31,7 +32,8 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_embeddings else nnx.Param(random_weights(rngs, shape, dtype))
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend,
+                 num_tokens: jax.Array | None = None) -> jax.Array:
         """Runs all layers over flat tokens.
 
         Args:
@@ -39,6 +41,7 @@ class Decoder(nnx.Module):
           positions: int32[T].
           attend: `attend(layer, q, k, v)` with q float32[T, Hq, D], k and v float32[T, Hkv, D], q and k rotated;
             returns float32[T, Hq, D]. It owns the KV cache, the score scale 1/sqrt(D), masks and windows.
+          num_tokens: int32[], tokens from this one on are padding, whose results are of no use; None: all count.
 
         Returns:
           Hidden states after the final norm, float32[T, H].
@@ -46,12 +49,12 @@ class Decoder(nnx.Module):
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip").astype(jnp.float32)
         cos, sin = rope_cos_sin(positions, self.config.rope)
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, index, attend)
+            x = layer(x, cos, sin, index, attend, num_tokens)
         return self.norm(x)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Scores of the next token: hidden float32[K, H] -> float32[K, V]."""
-        return matmul(hidden, (self.embed if self.head is None else self.head)[...])
+    def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """Scores of the next token: hidden float32[K, H] -> float32[K, V]; rows from `num_rows` on are padding."""
+        return matmul(hidden, (self.embed if self.head is None else self.head)[...], num_rows)
 
 
 def split_model(model: Decoder) -> tuple[nnx.GraphDef, list[jax.Array], Callable[[list[jax.Array]], Decoder]]:

@@ -14,40 +14,12 @@ from jax import lax
 
 from jradix.models.config import ModelConfig
 from jradix.models.rope import rotate
+from jradix.ops.matmul import matmul
 
 # (layer, q float32[T, Hq, D], k float32[T, Hkv, D], v float32[T, Hkv, D]) -> float32[T, Hq, D]
 Attend: TypeAlias = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 INIT_SCALE = 0.02
-FEW_ROWS = 64     # up to which a float32 product on CPU is faster from the right
-
-
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x float32[T, K] times the transposed w[N, K], summed in float32: [T, N].
-
-    Operands are of w's type. float32 weights are multiplied at full precision whatever the user's global setting (by
-    default a GPU would use TF32). On CPU the form of the product decides. In float32 a few rows are multiplied from
-    the right, w @ x^T: the 30 layers of a 135M model then take 9, 12 and 22 ms for 8, 16 and 32 rows, otherwise 16, 22
-    and 38. A 16-bit product with one row is 10-20x slower than with two (XLA has no such matrix-vector routine), so
-    there the row is doubled.
-    """
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
-                               precision=lax.Precision.HIGHEST if w.dtype == jnp.float32 else None)
-
-    def from_the_right(x: jax.Array, w: jax.Array) -> jax.Array:
-        turned = lax.optimization_barrier(x.T)      # the barriers keep XLA from turning the product round again
-        return lax.optimization_barrier(jnp.matmul(w, turned, precision=lax.Precision.HIGHEST)).T
-
-    def doubled(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product(jnp.concatenate([x, x]), w)[:1]
-
-    x = x.astype(w.dtype)
-    if w.dtype == jnp.float32 and 1 < x.shape[0] <= FEW_ROWS:
-        return lax.platform_dependent(x, w, cpu=from_the_right, default=product)
-    if w.dtype != jnp.float32 and x.shape[0] == 1:
-        return lax.platform_dependent(x, w, cpu=doubled, default=product)
-    return product(x, w)
 
 
 class Linear(nnx.Module):
@@ -57,8 +29,8 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(random_weights(rngs, (num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros(num_out, jnp.float32)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul(x, self.kernel[...])
+    def __call__(self, x: jax.Array, num_tokens: jax.Array | None = None) -> jax.Array:
+        y = matmul(x, self.kernel[...], num_tokens)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -84,14 +56,14 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
-        num_tokens = x.shape[0]
-        qkv = self.qkv(x).reshape(num_tokens, -1, self.head_dim)
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend,
+                 num_tokens: jax.Array | None) -> jax.Array:
+        qkv = self.qkv(x, num_tokens).reshape(x.shape[0], -1, self.head_dim)
         q, k, v = jnp.split(qkv, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         y = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.out(y.reshape(num_tokens, self.num_heads * self.head_dim))
+        return self.out(y.reshape(x.shape[0], self.num_heads * self.head_dim), num_tokens)
 
 
 class MLP(nnx.Module):
@@ -102,9 +74,9 @@ class MLP(nnx.Module):
         self.gate_up = Linear(hidden, 2 * intermediate, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.down = Linear(intermediate, hidden, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+    def __call__(self, x: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x, num_tokens), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up, num_tokens)
 
 
 class DecoderLayer(nnx.Module):
@@ -116,9 +88,10 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), cos, sin, layer, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, layer: int, attend: Attend,
+                 num_tokens: jax.Array | None) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), cos, sin, layer, attend, num_tokens)
+        return x + self.mlp(self.mlp_norm(x), num_tokens)
 
 
 def random_weights(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -150,7 +150,8 @@ def _difference_from_xla(name: str, device: jax.Device, num_heads: int, num_kv_h
         for group, window in ((shared, None), (None, sliding_window)):
             outs = []
             for each in (name, "xla"):
-                pools = jax.jit(functools.partial(write_kv, implementation=each))(*empty, *rows, jnp.arange(8 * page_size))
+                write = jax.jit(functools.partial(write_kv, implementation=each))
+                pools = write(*empty, *rows, jnp.arange(8 * page_size))
                 outs.append(jax.jit(functools.partial(
                     paged_attention, sm_scale=head_dim ** -0.5, sliding_window=window, implementation=each,
                     platform=device.platform))(q, *pools, *lens, shared=group))

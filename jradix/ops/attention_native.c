@@ -53,7 +53,7 @@ static XLA_FFI_Error *attend_contexts(Call *call, int is_decode, const Context *
     if (splits > 1) partial_floats += splits * contexts[i].count * call->sizes['H'] * record;
   }
   // Heads are taken apart for the threads' sake only: together they lie side by side in memory.
-  const int64_t threads = num_threads(call);
+  const int64_t threads = num_threads(call->frame);
   const int is_apart = num_parts < 4 * threads && (is_decode || num_parts % threads);
   const int64_t heads_per_item = is_apart ? 1 : kv_heads;
   float *partials = malloc(sizeof(float) * (size_t)(partial_floats + 1)), *partial = partials;
@@ -198,6 +198,6 @@ XLA_FFI_Error *jradix_extend(XLA_FFI_CallFrame *frame) {
                              q_start + start, count, NULL, position, NULL});
     }
   }
-  run(&call, job, num_threads(&call));
+  run(&call, job, num_threads(call.frame));
   return call.error;
 }

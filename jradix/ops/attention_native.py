@@ -1,8 +1,7 @@
 """Paged attention on CPUs in C: compiled on first use, called through XLA's foreign function interface.
 
-`attention_native.c` is compiled with the C compiler of this machine ($CC, else `cc`) for this very processor, into the
-user's cache directory, where the next process finds it. Nothing is compiled at installation, and where it cannot be
-done `why_not` says why; the caller then takes another implementation. The work is done by XLA's own threads.
+`native_library.py` says how. Where it cannot be done `why_not` tells why; the caller then takes another implementation.
+The work is done by XLA's own threads.
 
 | | served | refused with `UnsupportedKernel` |
 |---|---|---|
@@ -16,35 +15,19 @@ never computed with. A page table that names pages which do not exist fails the 
 """
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import secrets
-import shlex
-import subprocess
-from pathlib import Path
-
 import jax
 import jax.ffi
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from jradix.ops.native_library import NativeLibrary
 from pallas_kernels.errors import UnsupportedKernel
 
-SOURCE = Path(__file__).with_suffix(".c")
-HEADERS = tuple(f"attention_native_{part}.h" for part in ("numbers", "block", "call", "job"))
-TARGETS = ("jradix_decode", "jradix_extend", "jradix_shared_prefix")
+LIBRARY = NativeLibrary("attention_native", ("jradix_decode", "jradix_extend", "jradix_shared_prefix"))
 KV_TYPES = ("float32", "float16", "bfloat16")
 MAX_HEAD_DIM, MAX_GROUP = 256, 64
-COMPILE_TIMEOUT_S = 60.0
-_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=fast", "-w")
-_LIBRARIES = ("-lm", "-lpthread")
 
 
 def why_not(dtype: DTypeLike = jnp.float32, head_dim: int = 64, group: int = 1, *,
@@ -60,7 +43,7 @@ def why_not(dtype: DTypeLike = jnp.float32, head_dim: int = 64, group: int = 1, 
     backend = backend or jax.default_backend()
     if backend != "cpu":
         return f"the native kernel runs on the CPU, not on {backend}"
-    return _unserved(jnp.dtype(dtype), head_dim, group) or _load()
+    return _unserved(jnp.dtype(dtype), head_dim, group) or LIBRARY.why_not()
 
 
 def decode(q: Array, k_pages: Array, v_pages: Array, page_table: Array, kv_lens: Array, kv_starts: Array | None = None,
@@ -145,7 +128,7 @@ def shared_prefix(q: Array, k_pages: Array, v_pages: Array, prefix_pages: Array,
 
 def _call(target: str, shape: tuple[int, ...], q: Array, k_pages: Array, v_pages: Array, indices: tuple[Array, ...],
           settings: dict[str, np.generic]) -> tuple[Array, Array]:
-    reason = _load()
+    reason = LIBRARY.why_not()
     if reason is not None:
         raise UnsupportedKernel(f"native attention: {reason}; take another implementation")
     results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
@@ -181,79 +164,3 @@ def _unserved(dtype: np.dtype, head_dim: int, group: int) -> str | None:
     if not 1 <= group <= MAX_GROUP:
         return f"{group} query heads per kv head; expected 1 to {MAX_GROUP}"
     return None
-
-
-@functools.cache
-def _load() -> str | None:
-    """Registers the handlers, once per process. Returns None, or why they cannot be had."""
-    if os.name != "posix":
-        return f"its C code wants a POSIX system, not {platform.system()}"
-    try:
-        library = ctypes.CDLL(str(_compiled(_cache_folder())))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:       # RuntimeError: no home directory
-        return f"its C code could not be compiled or loaded: {_words(error)}"
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
-    return None
-
-
-def _cache_folder() -> Path:
-    """Made where it is missing. Code is loaded from it, so it must be this user's alone.
-
-    Raises:
-      PermissionError: somebody else could write there.
-    """
-    folder = Path.home() / ".cache" / "jradix" / "native"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder}: expected a folder that only this user can write; remove it")
-    return folder
-
-
-def _compiled(folder: Path) -> Path:
-    """The shared library for this processor, compiler and jaxlib, compiled unless another process has done it.
-
-    Raises:
-      OSError, subprocess.SubprocessError: no compiler, a failed compilation, or a folder that cannot be written.
-    """
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    version = _run([*compiler, "--version"])
-    setup = repr((compiler, _FLAGS, _processor(), jaxlib.__version__)).encode()
-    code = (path.read_bytes() for path in (SOURCE, *map(SOURCE.with_name, HEADERS)))
-    digest = hashlib.blake2b(b"\0".join((version, setup, *code)), digest_size=16).hexdigest()
-    path = folder / f"attention-{digest}.so"
-    if path.exists():
-        return path
-    unfinished = folder / f"{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    command = [*compiler, *_FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(unfinished), *_LIBRARIES]
-    try:
-        try:
-            _run(command + ["-march=native"])
-        except subprocess.CalledProcessError:       # not every compiler knows the processor it runs on
-            _run(command)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
-
-
-def _run(command: list[str]) -> bytes:
-    return subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_TIMEOUT_S).stdout
-
-
-def _processor() -> str:
-    """What `-march=native` looks at: code for another processor of a shared home directory would crash."""
-    lines: set[str] = set()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "flags", "Features", "CPU implementer", "CPU part", "isa")):
-                lines.add(line)
-    return " ".join([platform.machine(), platform.processor(), *sorted(lines)])
-
-
-def _words(error: Exception) -> str:
-    """The error and the first lines that the compiler said."""
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
-    lines = (said or b"").decode(errors="replace").strip().splitlines()
-    return " | ".join([str(error), *lines[:3]])

@@ -5,7 +5,7 @@
 // that keys and values are used as they lie. Few rows: a vector is a part of one row, key or value.
 // Scores and weights are [keys, rows] in both cases, and softmax works on the rows of a vector side by side.
 // Slots that no query of the item sees are read as zeros: whatever they hold is never computed with.
-#include "attention_native_numbers.h"
+#include "native_vector.h"
 
 #define NEVER (-1e30f)  // below all scores; finite, so that differences are never NaN
 

@@ -1,12 +1,11 @@
-// A call as a list of items: some queries on one context, for some kv heads. Items are done by the calling thread and
-// by idle threads of XLA's pool, whoever comes first.
+// A call as a list of items: some queries on one context, for some kv heads.
 #include <math.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "attention_native_block.h"
 #include "attention_native_call.h"
+#include "native_crew.h"
 
 typedef struct {
   const int32_t *pages;                    // of the context
@@ -27,9 +26,6 @@ typedef struct {
   Item *items;
   int64_t num_items, max_count, max_rows, max_lines;   // rows of an item and of its scores, in whole vectors
   atomic_int_fast64_t next;
-  pthread_mutex_t mutex;
-  pthread_cond_t idle;
-  int references, active, is_closed;       // under the mutex
 } Job;
 
 typedef struct {
@@ -137,53 +133,15 @@ static int open_worker(const Job *job, Worker *worker) {
   return 1;
 }
 
-static int work(Job *job) {
+static void work(void *data) {
+  Job *job = data;
   Worker worker;
-  if (!open_worker(job, &worker)) return 0;
+  if (!open_worker(job, &worker)) return;  // the others do the items
   for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_items;) visit(job, job->items + i, &worker);
   free(worker.memory);
-  return 1;
-}
-
-// ---- Threads. A helper that the pool starts late, or never while the caller waits, must not be waited for: it finds
-// the job closed, and the last one who holds the job frees it.
-
-static void release(Job *job) {  // with the mutex held
-  int is_last = --job->references == 0;
-  pthread_mutex_unlock(&job->mutex);
-  if (!is_last) return;
-  pthread_mutex_destroy(&job->mutex);
-  pthread_cond_destroy(&job->idle);
-  free(job);
-}
-
-static void help(void *data) {
-  Job *job = data;
-  pthread_mutex_lock(&job->mutex);
-  if (!job->is_closed) {
-    job->active++;
-    pthread_mutex_unlock(&job->mutex);
-    work(job);  // without memory for it the others do the items
-    pthread_mutex_lock(&job->mutex);
-    if (--job->active == 0) pthread_cond_signal(&job->idle);
-  }
-  release(job);
 }
 
 // ---- Jobs
-
-static int64_t limit(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-static int64_t num_threads(const Call *call) {
-  int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, call->frame->ctx,
-                                             &threads};
-  XLA_FFI_Error *error = call->frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
-  if (!error) return threads;
-  XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-  call->frame->api->XLA_FFI_Error_Destroy(&destroyed);  // a backend without a pool
-  return 1;
-}
 
 static Job *open_job(Call *call, int is_decode, int64_t num_items) {
   Job *job = calloc(1, sizeof *job);
@@ -213,9 +171,6 @@ static Job *open_job(Call *call, int is_decode, int64_t num_items) {
   }
   job->is_few = is_decode && s->group <= FEW;
   job->items = items;
-  pthread_mutex_init(&job->mutex, NULL);
-  pthread_cond_init(&job->idle, NULL);
-  job->references = 1;
   return job;
 }
 
@@ -228,37 +183,16 @@ static void add_item(Job *job, Item item) {
   if (lines > job->max_lines) job->max_lines = lines;
 }
 
-// Does all items on this thread and on idle ones of the pool, and frees the job. Returns whether all were done.
+// Does all items and frees the job. Returns whether all were done.
 static int run(Call *call, Job *job, int64_t threads) {
-  const XLA_FFI_Api *api = call->frame->api;
-  Item *items = job->items;
   int64_t pairs = 0;
   for (int64_t i = 0; i < job->num_items; i++)
-    pairs += (items[i].end - items[i].first) * items[i].count * items[i].num_heads;
+    pairs += (job->items[i].end - job->items[i].first) * job->items[i].count * job->items[i].num_heads;
   const int64_t worth = pairs * job->setting.group * job->setting.cache.dim >> 17;  // a helper takes 5 to 20 us to come
-  const int64_t helpers = limit(threads - 1, 0, worth < job->num_items - 1 ? worth : job->num_items - 1);
-  for (int64_t i = 0; i < helpers; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, call->frame->ctx, help,
-                                             job};
-    pthread_mutex_lock(&job->mutex);
-    job->references++;
-    pthread_mutex_unlock(&job->mutex);
-    XLA_FFI_Error *error = api->XLA_FFI_ThreadPool_Schedule(&args);
-    if (!error) continue;
-    XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-    api->XLA_FFI_Error_Destroy(&destroyed);
-    pthread_mutex_lock(&job->mutex);
-    job->references--;
-    pthread_mutex_unlock(&job->mutex);
-    break;
-  }
-  int is_done = work(job);
-  pthread_mutex_lock(&job->mutex);
-  job->is_closed = 1;
-  while (job->active) pthread_cond_wait(&job->idle, &job->mutex);
-  is_done |= atomic_load(&job->next) >= job->num_items;
-  release(job);
-  free(items);
+  run_crew(call->frame, work, job, limit(threads - 1, 0, worth < job->num_items - 1 ? worth : job->num_items - 1));
+  const int is_done = atomic_load(&job->next) >= job->num_items;
+  free(job->items);
+  free(job);
   if (!is_done) fail(call, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "paged attention: no memory for scratch");
   return is_done;
 }

@@ -294,9 +294,15 @@ def _kept_weights(x: Array, top: Array, inputs: SamplingInputs, active: Array) -
     origin = jnp.where(top > -jnp.inf, top, jnp.float32(0))[:, None]
     temperature = jnp.where(active, inputs.temperature, jnp.float32(1))[:, None]
 
+    def relative(logits: Array, ids: Array) -> Array:
+        return jnp.exp((logits - origin) / temperature)       # divides: 1 / temperature may overflow
+
     def weights(prefix: _Prefix, logits: Array, ids: Array) -> Array:
-        relative = jnp.exp((logits - origin) / temperature)   # divides: 1 / temperature may overflow
-        return jnp.where(prefix.contains(logits, ids), relative, jnp.float32(0))
+        return jnp.where(prefix.contains(logits, ids), relative(logits, ids), jnp.float32(0))
+
+    def mass(prefix: _Prefix) -> Array:
+        return lax.cond(jnp.any(by_count), lambda: _total_weight(x, partial(weights, prefix)),
+                        lambda: _total_weight(x, relative))   # all tokens: a third cheaper
 
     def search() -> _Prefix:
         blocks = _best_blocks(x, TOP_BLOCKS)
@@ -306,7 +312,7 @@ def _kept_weights(x: Array, top: Array, inputs: SamplingInputs, active: Array) -
             def measure(logits: Array, ids: Array) -> Array:
                 return jnp.where(by == 0, jnp.float32(1), weights(prefix, logits, ids))
             target = lax.cond(by == 0, lambda: inputs.top_k.astype(jnp.float32),
-                              lambda: inputs.top_p * _row_sums(_fold_weights(x, partial(weights, prefix))))
+                              lambda: inputs.top_p * mass(prefix))
             return _search(x, top, blocks, measure, target, jnp.where(by == 0, by_count, by_mass), prefix)
 
         first = jnp.where(jnp.any(by_count), jnp.int32(0), jnp.int32(1))
@@ -316,8 +322,8 @@ def _kept_weights(x: Array, top: Array, inputs: SamplingInputs, active: Array) -
     kept = lax.cond(jnp.any(by_count | by_mass), search, lambda: everything)
 
     def weigh(logits: Array, ids: Array) -> Array:
-        relative = weights(kept, logits, ids)
-        return jnp.where(relative >= inputs.min_p[:, None], relative, jnp.float32(0))
+        kept_weights = weights(kept, logits, ids)
+        return jnp.where(kept_weights >= inputs.min_p[:, None], kept_weights, jnp.float32(0))
 
     return weigh
 
@@ -419,6 +425,16 @@ def _fold_weights(x: Array, weigh: _Weigh) -> Array:
         half = len(parts) // 2
         parts = [a + b for a, b in zip(parts[:half], parts[half:])]
     return lax.optimization_barrier(parts[0])
+
+
+def _total_weight(x: Array, weigh: _Weigh) -> Array:
+    """Row sums of all weights, [S].
+
+    The second reader of the first level keeps XLA on CPUs from computing that level inside the next one's padding, where
+    its exponentials are not vectorised.
+    """
+    level = _fold_weights(x, weigh)
+    return _row_sums(level) + 0 * level[:, 0]
 
 
 def _row_sums(values: Array) -> Array:

@@ -111,7 +111,7 @@ def make_forward(merge: Callable[[list[Array]], Decoder], layout: StepLayout, se
                                  batch.cu_q_lens, batch.num_decode[0], _shared_prefixes(batch),
                                  has_chunks=layout.shape.has_chunks)
         last = jnp.clip(batch.cu_q_lens[1:] - 1, 0, layout.shape.num_tokens - 1)
-        logits = _logits(model, settings, hidden[last])
+        logits = _logits(model, settings, hidden[last], _num_rows(batch))
         best = argmax(logits)
         slots = jnp.where(batch.is_sampled == 1, batch.row_slots, state.last_token.shape[0] - 1)
         tokens = jnp.where(batch.is_sampled == 1, best, -1)[None]
@@ -155,7 +155,7 @@ def make_prompt_logprobs(merge: Callable[[list[Array]], Decoder],
         def body(i: Array, result: TokenLogprobs) -> TokenLogprobs:
             start = i * LOGIT_BLOCK
             hidden = lax.dynamic_slice_in_dim(wanted, start, LOGIT_BLOCK)
-            block = log_probabilities(_logits(model, settings, hidden),
+            block = log_probabilities(_logits(model, settings, hidden, count - start),
                                       lax.dynamic_slice_in_dim(targets, start, LOGIT_BLOCK), num_top)
             return TokenLogprobs(*(lax.dynamic_update_slice_in_dim(whole, part, start, 0)
                                    for whole, part in zip(result, block)))
@@ -186,8 +186,8 @@ def make_decode_steps(merge: Callable[[list[Array]], Decoder], layout: StepLayou
             hidden, kv = _run_layers(model, settings, kv, tokens, table, batch.kv_lens + i, batch.cu_q_lens,
                                      batch.num_decode[0], shared, has_chunks=False)
             slots = jnp.where(is_done, spare, batch.row_slots)
-            drawn, logprobs, state = _draw(settings, params, _logits(model, settings, hidden), slots,
-                                           params.output_positions + i, state, arena)
+            logits = _logits(model, settings, hidden, _num_rows(batch))
+            drawn, logprobs, state = _draw(settings, params, logits, slots, params.output_positions + i, state, arena)
             state = _remember(state, slots, drawn)
             drawn = jnp.where(is_done, -1, drawn)
             output = jax.tree.map(lambda steps, one: lax.dynamic_update_index_in_dim(steps, one, i, 0), output,
@@ -247,7 +247,7 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
     page_size = kv.k[0].shape[1]
     flat = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(cu_q_lens[1:], flat, side="right").astype(jnp.int32)
-    is_real = row < num_rows
+    is_real, num_real = row < num_rows, cu_q_lens[-1]
     row = jnp.minimum(row, num_rows - 1)
     positions = jnp.where(is_real, kv_lens[row] - cu_q_lens[row + 1] + flat, 0)
     if not has_chunks and num_tokens > num_rows:
@@ -270,7 +270,7 @@ def _run_layers(model: Decoder, settings: StepSettings, kv: KVCache, tokens: Arr
                                shared=shared[group] if shared and window is None else None, has_chunks=has_chunks,
                                implementation=settings.implementation, platform=settings.platform)
 
-    hidden = model(tokens, positions, attend)
+    hidden = model(tokens, positions, attend, num_real)
     return hidden, KVCache(tuple(keys), tuple(values))
 
 
@@ -325,9 +325,14 @@ def _remember(state: RowState, slots: Array, tokens: Array) -> RowState:
                           output_counts=state.output_counts.at[slots, tokens].add(1))
 
 
-def _logits(model: Decoder, settings: StepSettings, hidden: Array) -> Array:
-    """[K, H] -> float32[K, V]; ids beyond the tokenizer's can never be drawn."""
-    logits = model.logits(hidden)
+def _num_rows(batch: StepBatch) -> Array:
+    """Rows of the step that are no padding, int32[]: they come first."""
+    return jnp.sum(batch.kv_lens > 0, dtype=jnp.int32)
+
+
+def _logits(model: Decoder, settings: StepSettings, hidden: Array, num_rows: Array) -> Array:
+    """[K, H] -> float32[K, V]; ids beyond the tokenizer's can never be drawn. Rows from `num_rows` on are padding."""
+    logits = model.logits(hidden, num_rows)
     if settings.num_valid_tokens < settings.vocab_size:
         logits = jnp.where(jnp.arange(settings.vocab_size) < settings.num_valid_tokens, logits, -jnp.inf)
     return logits

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jradix.errors import DeviceError
-from jradix.models.layers import matmul
+from jradix.ops.matmul import matmul
 
 logger = logging.getLogger(__name__)
 

@@ -331,28 +331,3 @@ def test_what_is_not_served_is_refused_with_the_reason() -> None:
     assert "pages of int8" in (native.why_not(jnp.int8, backend="cpu") or "")
     assert "65 query heads" in (native.why_not(group=65, backend="cpu") or "")
     assert "not on gpu" in (native.why_not(backend="gpu") or "")
-
-
-NO_COMPILER = """
-from jradix.ops import attention_native
-print(attention_native.why_not())
-"""
-
-
-@pytest.mark.parametrize("compiler, said", [("/nonexistent/cc", "No such file"), ("false", "returned non-zero")])
-def test_without_a_compiler_the_reason_is_given(tmp_path: Path, compiler: str, said: str) -> None:
-    environment = os.environ | dict(CC=compiler, HOME=str(tmp_path), JAX_PLATFORMS="cpu", PYTHONPATH=str(REPOSITORY))
-    done = subprocess.run([sys.executable, "-c", NO_COMPILER], env=environment, capture_output=True, text=True,
-                          check=True)
-    assert "could not be compiled or loaded" in done.stdout and said in done.stdout
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_the_folder_of_compiled_code_that_others_can_write_is_refused(tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = native._cache_folder()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="only this user can write"):
-        native._cache_folder()
