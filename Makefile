@@ -4,6 +4,8 @@
 # make test-kernels  installs the compilers for GPUs and TPUs (no device needed) and compiles kernels and a whole step
 #                with them; make test-kernels-full adds the long forms of all tests of the kernels
 # make notebooks  executes notebooks/ with the embedded model and saves them with their outputs
+# make bench-env PEER=vllm   installs an engine to compare with (transformers, vllm, llama_cpp) beside $(VENV)
+# make bench     compares jradix with those that are installed, in about ten minutes; see benchmarks/README.md
 # CACHE_DIR=cache make demo starts from the prefix cache of an earlier such run, and saves it again.
 # PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.
 
@@ -12,12 +14,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.jradix-ready
 COMPILERS := $(abspath $(VENV))/compilers
+PEERS := $(VENV)-peers
 WORKERS ?= 2
 # Runs in CI on every other supported Python: layers, host tower, attention and its lowering to GPU and TPU, engine, batch job.
 SMOKE := tests/cache $(addprefix tests/test_,layers.py scheduler.py attention.py kv_cache.py page_moves.py models.py \
 	orbax.py tokenizer.py engine.py batch_files.py cli.py sharing.py) tests/kernels
 
-.PHONY: env demo test test-full test-kernels test-kernels-full smoke notebooks clean
+.PHONY: env demo test test-full test-kernels test-kernels-full smoke notebooks bench-env bench clean
 
 env: $(READY)
 
@@ -47,6 +50,15 @@ smoke: env
 
 notebooks: env
 	$(BIN)/python tests/notebooks/notebook_execution.py
+
+bench-env:
+	$(if $(PEER),,$(error PEER is not set: make bench-env PEER=transformers, vllm or llama_cpp))
+	$(PYTHON) benchmarks/peers/environments.py $(PEER) --root $(PEERS)
+
+bench: env
+	$(BIN)/python benchmarks/compare.py --size small --reps 3 --uncached jradix/float32 --uncached-reps 1 \
+		--quiet-s 120 --root $(PEERS)
+	$(BIN)/python benchmarks/scaling.py --size small
 
 # The compilers for GPUs and TPUs without their devices, of jax's own versions. They lie in a folder of their own: in
 # the environment itself jax would look for the devices whenever it starts.
