@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jradix.config import EngineConfig, StepShape
+from jradix.config import EngineConfig
 from jradix.engine import Engine
 from jradix.model_files import resolve
 from jradix.models.config import ModelConfig
@@ -282,7 +282,8 @@ def make_pieces(runner: ModelRunner, model: Decoder, model_config: ModelConfig, 
         whole=whole, kv_write=write_once,
         linear=lambda: jax.block_until_ready(linear(leaves, x)),
         attention=lambda: jax.block_until_ready(attention(runner.kv, q, *ragged, num_decode)),
-        contiguous=lambda: jax.block_until_ready(attention(whole_rows, q, jnp.asarray(row_pages), *ragged[1:], num_decode)),
+        contiguous=lambda: jax.block_until_ready(
+            attention(whole_rows, q, jnp.asarray(row_pages), *ragged[1:], num_decode)),
         head=lambda: jax.block_until_ready(head(leaves, x[:case.rows])),
         without_attention=lambda: jax.block_until_ready(without_attention(leaves, tokens, positions)))
 
