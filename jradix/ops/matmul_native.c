@@ -4,7 +4,6 @@
 // and spread over the lanes, so that they need no packing. Each result is one chain of fused multiply-adds in the order
 // of K: it has the same bits however many rows there are, wherever its row stands and however many threads there are.
 #include <stdatomic.h>
-#include <stdio.h>
 
 #include "native_crew.h"
 #include "native_vector.h"
