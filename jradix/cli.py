@@ -28,7 +28,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE | re.ASCII)
 # options handed to LLM under their own names; one that is not given leaves the LLM its default
 _LLM_OPTIONS = ("dtype", "page_size", "kv_cache_bytes", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "seed",
                 "device", "tokenizer", "revision", "memory_fraction", "decode_steps", "batch_order", "eviction_policy",
-                "min_ttl_s", "host_cache_bytes")
+                "min_ttl_s", "host_cache_bytes", "deterministic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt plus output, in tokens")
     model.add_argument("--max-num-seqs", type=_positive, metavar="N", help="requests that run at the same time")
     model.add_argument("--prefill-chunk-tokens", type=_positive, metavar="N", help="prompt tokens computed in one step")
+    model.add_argument("--deterministic", action="store_true", default=None,
+                       help="the same log-probabilities to the last bit, whatever is cached and whatever runs beside")
     model.add_argument("--decode-steps", type=_positive, metavar="N", help="decode steps in one device call")
     cache = run.add_argument_group("prefix cache")
     cache.add_argument("--cache-dir", metavar="DIR",

@@ -48,6 +48,9 @@ class EngineConfig:
       grammar_bytes: device memory for the tables of grammars, of all that are in use together (0: no grammars).
       jump_decoding: forced tokens of a grammar are appended without a pass of their own.
       shared_attention: rows that hold the same prefix read its KV together where that pays.
+      deterministic: the same tokens give the same bits, whatever is cached and whatever runs beside them. Prompts are
+        computed in chunks that begin at multiples of `prefill_chunk_tokens`, one a step; all steps of a kind have one
+        shape; and only KV that such chunks wrote is shared.
     """
     page_size: int = 16
     num_pages: int = 1024
@@ -71,6 +74,7 @@ class EngineConfig:
     grammar_bytes: int = 64 * 2**20
     jump_decoding: bool = True
     shared_attention: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "prefill_chunk_tokens", "decode_steps",
@@ -91,6 +95,22 @@ class EngineConfig:
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ValueError(f"eviction_policy={self.eviction_policy!r}: expected one of "
                              f"{', '.join(EVICTION_POLICIES)}")
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        for name, neutral in (("decode_steps", 1), ("jump_decoding", False), ("shared_attention", False)):
+            if getattr(self, name) != neutral:
+                raise ValueError(f"{name}={getattr(self, name)!r} with deterministic=True: tokens would be computed in "
+                                 f"another way where their neighbours allow it; expected {name}={neutral!r}")
+        if self.prefill_chunk_tokens % self.page_size:
+            raise ValueError(f"prefill_chunk_tokens={self.prefill_chunk_tokens} with deterministic=True: expected a "
+                             f"multiple of page_size={self.page_size}, since chunks are shared as whole pages")
+
+    @property
+    def hit_granularity(self) -> int:
+        """Cached prefixes are used up to a multiple of this many tokens."""
+        return self.prefill_chunk_tokens if self.deterministic else 1
 
     @property
     def max_pages_per_seq(self) -> int:
@@ -203,6 +223,7 @@ class StepShapes:
     buckets, and each of them a short shape too, for jumps and the last tokens of prompts. Steps with prefill chunks get
     few row buckets and many chunk buckets: all with the smaller row bucket, every other one, counted from the largest,
     with the other. With a sampler per row bucket and the programs of one shape there are at most `MAX_PROGRAMS`.
+    A deterministic engine has one shape of either kind, so that nothing depends on how full a step is.
 
     Attributes:
       row_buckets: S of steps without chunks.
@@ -221,8 +242,12 @@ class StepShapes:
 
     @classmethod
     def for_engine(cls, config: EngineConfig) -> StepShapes:
+        largest_chunk = -(-config.prefill_chunk_tokens // 8) * 8
+        if config.deterministic:
+            rows = (config.max_num_seqs,)
+            return cls(rows, rows, (largest_chunk,), (), config.num_host_pages > 0, config.grammar_bytes > 0)
         rows = _buckets(ROW_BUCKETS, config.max_num_seqs)
-        chunks = _buckets(CHUNK_BUCKETS, -(-config.prefill_chunk_tokens // 8) * 8)
+        chunks = _buckets(CHUNK_BUCKETS, largest_chunk)
         while True:
             chunk_rows = tuple(sorted({rows[min(1, len(rows) - 1)], rows[-1]}))
             shapes = cls(rows, chunk_rows, chunks, rows, config.num_host_pages > 0, config.grammar_bytes > 0)

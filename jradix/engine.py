@@ -158,7 +158,7 @@ class Engine:
                 next(self._request_ids), buffer, len(tokens), params, max_output,
                 frozenset() if params.ignore_eos else self._eos_ids, self.namespace(params),
                 self._stream(params, serial, index), first_logit if index == 0 else None,
-                detokenizer if params.stop else None, constraints[index])
+                detokenizer if params.stop else None, constraints[index], self.config.deterministic)
             self.scheduler.add(request)     # all samples have the same prompt: only the first can be refused
             group.add_sample(request, detokenizer)
             self._owner[request.request_id] = group, index
@@ -288,7 +288,8 @@ class Engine:
                         cached_prompt=done.num_cached_prompt_tokens, recomputed=done.num_recomputed_tokens,
                         generated=done.num_generated_tokens, forced=done.num_forced_tokens,
                         saved_kv_reads=done.num_saved_kv_reads),
-            cache=dict(enabled=cache.enabled, granularity=cache.page_size, lookups=cache.counters.num_lookups,
+            cache=dict(enabled=cache.enabled, granularity=max(cache.page_size, cache.granularity),
+                       lookups=cache.counters.num_lookups,
                        hit_rate=cache.counters.num_hit_tokens / looked_up if looked_up else 0.0,
                        evicted_pages=cache.counters.num_evicted_pages,
                        host_hit_tokens=cache.counters.num_host_hit_tokens,
@@ -609,7 +610,8 @@ class Engine:
             page_size=self.config.page_size, num_pages=self.config.num_pages, max_pages=self.config.max_pages_per_seq,
             num_groups=self._runner.num_groups, enabled=self.config.enable_prefix_caching,
             num_host_pages=self.config.num_host_pages, eviction_policy=self.config.eviction_policy,
-            min_ttl_s=self.config.min_ttl_s, max_pinned_fraction=self.config.max_pinned_fraction, clock=self._clock)
+            min_ttl_s=self.config.min_ttl_s, max_pinned_fraction=self.config.max_pinned_fraction, clock=self._clock,
+            granularity=self.config.hit_granularity)
         self.scheduler = Scheduler(self.config, self.cache, shapes=self._runner.shapes,
                                    sharing=self._runner.sharing_cost, clock=self._clock)
         if self._grammars is not None:
@@ -624,6 +626,10 @@ def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
         if getattr(config, name) > getattr(runner, name):
             raise ValueError(f"{name}={getattr(config, name)}, but the runner was made with {getattr(runner, name)}; "
                              "expected at most that")
+    if config.hit_granularity != runner.hit_granularity:
+        raise ValueError(f"deterministic={config.deterministic}, prefill_chunk_tokens={config.prefill_chunk_tokens}, but "
+                         f"the runner was made with {runner.deterministic}, {runner.prefill_chunk_tokens}; expected the "
+                         "same, since the shapes of its steps follow from them")
     if config.shared_attention and not runner.shared_attention:
         raise ValueError("shared_attention=True, but the runner was made without it; its steps have no room for groups")
 

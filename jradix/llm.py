@@ -47,6 +47,7 @@ ON_ERROR = ("record", "raise", "truncate_left", "truncate_right")
 GENERATION_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DEFAULT_MAX_NUM_SEQS = {"cpu": 32}
 DEFAULT_CHUNK_TOKENS = {"cpu": 512}
+DEFAULT_GRID_TOKENS = {"cpu": 64}
 
 
 class LLM:
@@ -88,6 +89,10 @@ class LLM:
       grammar_cache_dir: where compiled grammars are kept between runs; "auto": a folder in the user's cache directory;
         None: nowhere.
       load_cache: folder written by `cache.save` to start from.
+      deterministic: the same tokens give the same log-probabilities to the last bit, cold or warm, alone or in any
+        batch, after preemption too. Prompts are computed in chunks of `prefill_chunk_tokens` (None: 64 on CPU, 256
+        elsewhere), one a step; hits are multiples of that, and generated text is not shared until it is part of a
+        prompt. No jumps and no shared attention then; dtype="auto" does not measure.
       decode_steps: decode steps in one device call while nothing waits for admission; 1: off.
       overlap: plan the next step while the device runs this one.
       use_generation_config: False ignores the model's `generation_config.json` and starts from neutral sampling.
@@ -113,13 +118,16 @@ class LLM:
                  load_cache: str | Path | None = None, grammar_bytes: int = 64 * 2**20,
                  shared_attention: bool = True, attention: str | None = None,
                  jump_decoding: bool = True, grammar_start: str = "tables", grammar_workers: int | None = None,
-                 grammar_cache_dir: str | Path | None = "auto", decode_steps: int = 1,
+                 grammar_cache_dir: str | Path | None = "auto", deterministic: bool = False, decode_steps: int = 1,
                  overlap: bool = True, use_generation_config: bool = True, warmup: str = "none",
                  compile_cache_dir: str | Path | None = "auto", progress: bool | None = None, quiet: bool = False):
         if warmup not in ("none", "full"):
             raise ValueError(f'warmup={warmup!r}: expected "none" or "full"')
         if grammar_start not in GRAMMAR_STARTS:
             raise ValueError(f"grammar_start={grammar_start!r}: expected one of {GRAMMAR_STARTS}")
+        if deterministic and grammar_start == "matcher":
+            raise ValueError('grammar_start="matcher" with deterministic=True: what follows a grammar would depend on '
+                             'how fast it is compiled; leave grammar_start at "tables"')
         if batch_order not in BATCH_ORDERS:
             raise ValueError(f"batch_order={batch_order!r}: expected one of {BATCH_ORDERS}")
         files = resolve(str(model), revision=revision)
@@ -128,16 +136,22 @@ class LLM:
         chosen = find_device(device)
         keep_compilations(compile_cache_dir)
         weight_dtype, reason = resolve_dtype(dtype, chosen, hidden=model_config.hidden_size,
-                                             intermediate=model_config.intermediate_size)
+                                             intermediate=model_config.intermediate_size,
+                                             may_measure=not deterministic)
         pool_dtype = kv_dtype(weight_dtype, chosen)
         max_num_seqs = max_num_seqs or DEFAULT_MAX_NUM_SEQS.get(chosen.platform, 256)
-        prefill_chunk_tokens = prefill_chunk_tokens or DEFAULT_CHUNK_TOKENS.get(chosen.platform, 2048)
         page_size = 16 if page_size is None else page_size
+        if prefill_chunk_tokens is None:
+            prefill_chunk_tokens = DEFAULT_CHUNK_TOKENS.get(chosen.platform, 2048)
+            if deterministic:
+                grid = DEFAULT_GRID_TOKENS.get(chosen.platform, 256)
+                prefill_chunk_tokens = -(-grid // page_size) * page_size
         sizes = EngineConfig(page_size=page_size, max_num_seqs=max_num_seqs, prefill_chunk_tokens=prefill_chunk_tokens,
                              eviction_policy=eviction_policy, min_ttl_s=min_ttl_s, max_wait_s=max_wait_s,
                              max_pinned_fraction=max_pinned_fraction, grammar_bytes=grammar_bytes,
                              decode_steps=decode_steps, overlap=overlap, enable_prefix_caching=enable_prefix_caching,
-                             jump_decoding=jump_decoding, shared_attention=shared_attention)
+                             jump_decoding=jump_decoding and not deterministic,
+                             shared_attention=shared_attention and not deterministic, deterministic=deterministic)
         plan = plan_memory(
             model_config, device=chosen, weight_dtype=weight_dtype, kv_dtype=pool_dtype, page_size=page_size,
             max_num_seqs=max_num_seqs, step_tokens=StepShapes.for_engine(sizes).all()[-1].num_tokens,
@@ -163,12 +177,14 @@ class LLM:
         self.model_name = files.name
         self.memory_plan = plan
         weights_name = weights_fingerprint(files)
-        self.fingerprint = _digest(f"{weights_name} {self.tokenizer.fingerprint} {weight_dtype.name}")
+        way = f" {self.config.hit_granularity}" if deterministic else ""
+        self.fingerprint = _digest(f"{weights_name} {self.tokenizer.fingerprint} {weight_dtype.name}{way}")
         self._identity = dict(
             weights=weights_name, config=_digest(repr(model_config)), tokenizer=self.tokenizer.fingerprint,
             weight_dtype=weight_dtype.name, kv_dtype=pool_dtype.name, page_size=page_size,
             num_layers=model_config.num_layers, num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
-            groups=tuple(group.layers for group in model_config.kv_groups()))
+            groups=tuple(group.layers for group in model_config.kv_groups()),
+            hit_granularity=self.config.hit_granularity)
         self._runner = runner
         self.engine = Engine(
             runner, self.config, tokenizer=self.tokenizer,

@@ -110,6 +110,14 @@ def test_cache_overhead_fill_leaves_no_free_page_and_all_evictable(script: Scrip
     cache.check_invariants()
 
 
+def test_determinism_tiny_finds_equal_bits_and_the_price(script: Script, model: str) -> None:
+    result = script("determinism", "--size", "tiny", "--reps", "1", "--workloads", "react", "--model", model,
+                    *SMALL_ENGINE)
+    row, = result["workloads"]
+    assert row["prompts_that_differ"]["True"] == 0 and row["prompts_compared"] == 6
+    assert row["computed"]["True"] > row["computed"]["False"] and row["wall_ratio"] > 0
+
+
 def test_step_profile_tiny_splits_host_and_device_time(script: Script, model: str) -> None:
     result = script("step_profile", "--size", "tiny", "--repeats", "2", "--model", model)
     assert [line["rows"] for line in result["host"]] == [1]

@@ -100,11 +100,11 @@ def test_options_reach_the_llm(folder):
                  "1.5GiB", "--page-size", "8", "--max-model-len", "512", "--max-num-seqs", "4",
                  "--prefill-chunk-tokens", "64", "--no-prefix-caching", "--seed", "7", "--device", "cpu",
                  "--tokenizer", "t", "--revision", "r", "--memory-fraction", "0.5", "--decode-steps", "2",
-                 "--no-progress"]) == 0
+                 "--deterministic", "--no-progress"]) == 0
     assert CliLLM.arguments == dict(
         model="m", dtype="float32", kv_cache_bytes=3 << 29, page_size=8, max_model_len=512, max_num_seqs=4,
         prefill_chunk_tokens=64, enable_prefix_caching=False, seed=7, device="cpu", tokenizer="t", revision="r",
-        memory_fraction=0.5, decode_steps=2, progress=False)
+        memory_fraction=0.5, decode_steps=2, deterministic=True, progress=False)
 
 
 def test_defaults_and_seed_are_part_of_the_jobs_identity(folder, capsys):

@@ -208,3 +208,53 @@ def test_batch_order_small_pool_computes_each_prefix_once(folder: Path, compiled
     assert computed["depth_first"][0] == 40 * 40 + 120
     assert computed["arrival"][0] > 2 * computed["depth_first"][0]
     assert computed["arrival"][1] == computed["depth_first"][1]
+
+
+# -- deterministic=True
+
+
+@pytest.fixture(scope="module")
+def fixed(folder: Path, compiled: Path) -> Iterator[LLM]:  # noqa: F811
+    with open_llm(folder, compiled, deterministic=True, prefill_chunk_tokens=16, dtype="auto") as llm:
+        yield llm
+
+
+def test_deterministic_never_measures_and_gives_one_text_the_same_bits(fixed: LLM) -> None:
+    assert fixed.memory_plan and fixed._runner.kv.k[0].dtype == "float32"
+    assert not fixed.config.jump_decoding and not fixed.config.shared_attention
+    fixed.cache.clear()
+    texts = [SYSTEM + question for question in ("who?", "what?", "when?")]
+    first = fixed.generate(texts, greedy(6, logprobs=2))
+    again = fixed.generate(texts[::-1], greedy(6, logprobs=2))[::-1]
+    assert [output.outputs[0].logprobs for output in first] == [output.outputs[0].logprobs for output in again]
+    assert all(output.num_cached_tokens % 16 == 0 and output.num_cached_tokens > 0 for output in again)
+
+
+def test_deterministic_explain_says_what_was_rounded_down(fixed: LLM) -> None:
+    fixed.cache.clear()
+    fixed.generate(["a" * 32], greedy(2))
+    explanation = fixed.cache.explain("a" * 28 + "b")
+    assert explanation.num_cached_tokens == 16 and explanation.granularity == 16
+    assert explanation.num_unused_tokens == 12
+    assert "The next 12 tokens are known and not used: with deterministic=True hits are multiples of 16" in str(
+        explanation)
+    assert explanation.num_new_tokens == 1
+    assert fixed.cache.explain("a" * 12 + "b" * 3).reason == "rounded down"
+
+
+def test_deterministic_snapshot_is_refused_by_other_engines(fixed: LLM, llm: LLM, tmp_path: Path) -> None:
+    fixed.generate([SYSTEM], greedy(2))
+    fixed.cache.save(tmp_path / "snapshot")
+    with pytest.raises(SnapshotError, match="give the LLM the same deterministic and prefill_chunk_tokens"):
+        llm.load_cache(tmp_path / "snapshot")
+    assert fixed.fingerprint != llm.fingerprint
+
+
+@pytest.mark.parametrize("options, text", [
+    (dict(decode_steps=2), "decode_steps=2 with deterministic=True"),
+    (dict(grammar_start="matcher"), "how fast it is compiled"),
+    (dict(prefill_chunk_tokens=18), "expected a multiple of page_size=4")])
+def test_deterministic_with_what_it_excludes_is_refused(folder: Path, compiled: Path, options: dict,  # noqa: F811
+                                                        text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        open_llm(folder, compiled, deterministic=True, **options)

@@ -222,6 +222,7 @@ class WatchedCache(PrefixCache):
                 max_cached_tokens: int | None = None, **options: object) -> Lease:
         longest = len(tokens) - 1 if max_cached_tokens is None else min(max_cached_tokens, len(tokens) - 1)
         expected = min(self.longest_prefix(tokens, namespace), longest)
+        expected -= expected % self.granularity
         is_exact = not self.counters.num_evicted_pages and self.num_available_pages * self.page_size > len(tokens)
         promised = self.num_matching_tokens(tokens, namespace, max_cached_tokens=max_cached_tokens)
         lease = super().acquire(tokens, namespace, max_cached_tokens=max_cached_tokens, **options)
@@ -264,7 +265,7 @@ class Simulation:
             page_size=config.page_size, num_pages=config.num_pages, max_pages=config.max_pages_per_seq,
             num_groups=self.num_groups, enabled=config.enable_prefix_caching, num_host_pages=config.num_host_pages,
             eviction_policy=config.eviction_policy, min_ttl_s=config.min_ttl_s,
-            max_pinned_fraction=config.max_pinned_fraction, clock=self.clock)
+            max_pinned_fraction=config.max_pinned_fraction, clock=self.clock, granularity=config.hit_granularity)
         self.scheduler = Scheduler(config, self.cache, clock=self.clock)
         self.device = Device(self.config, self.cache)
 
@@ -279,7 +280,7 @@ class Simulation:
         room = self.config.max_model_len - len(prompt)
         request = Request(len(self.requests), np.array(prompt, np.int32), len(prompt), params,
                           room if max_tokens is None else min(max_tokens, room), frozenset({EOS} if eos else ()),
-                          namespace=namespace, first_logit=first_logit)
+                          namespace=namespace, first_logit=first_logit, replays=self.config.deterministic)
         self.scheduler.add(request)
         self.requests.append(request)
         self.device.expect(request)
@@ -361,7 +362,15 @@ class Simulation:
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.rows and len(plan.rows) <= self.config.max_num_seqs
-        assert [row.num_tokens == 1 for row in plan.rows] == [i < plan.num_decode for i in range(len(plan.rows))]
+        if self.config.deterministic and plan.num_decode == 0:
+            row, = plan.rows
+            assert row.start % self.config.prefill_chunk_tokens == 0, "a chunk begins beside the grid"
+            end = row.start + row.num_tokens
+            assert end % self.config.prefill_chunk_tokens == 0 or end == row.request.num_prompt, "a chunk is cut short"
+        else:
+            assert [row.num_tokens == 1 for row in plan.rows] == [i < plan.num_decode for i in range(len(plan.rows))]
+        if self.config.deterministic and plan.num_decode:
+            assert all(row.start >= row.request.num_prompt for row in plan.rows), "prompt tokens in a decode row"
         assert plan.num_prefill_tokens <= self.config.prefill_chunk_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows) == len({id(row.request) for row in plan.rows})
         for row in plan.rows:
@@ -399,10 +408,15 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, int, list[tuple[int, list[
     """A configuration, KV groups, (step, prompt, max_tokens, eos, first_logit) arrivals, (step, request) aborts."""
     page_size = draw(st.sampled_from([1, 4, 16]))
     pool_tokens = draw(st.sampled_from([8, 20, 30, 80]))
+    if draw(st.sampled_from([False, False, True])):
+        fixed = dict(deterministic=True, shared_attention=False, jump_decoding=False,
+                     prefill_chunk_tokens=page_size * draw(st.sampled_from([1, 2, 4])))
+    else:
+        fixed = dict(decode_steps=draw(st.sampled_from([1, 3])),
+                     prefill_chunk_tokens=draw(st.sampled_from([1, 3, 8, 32])))
     config = EngineConfig(
         page_size=page_size, num_pages=max(pool_tokens // page_size, 2), max_model_len=draw(st.sampled_from([16, 40])),
-        max_num_seqs=draw(st.sampled_from([1, 3, 5])), prefill_chunk_tokens=draw(st.sampled_from([1, 3, 8, 32])),
-        decode_steps=draw(st.sampled_from([1, 3])), overlap=draw(st.booleans()),
+        max_num_seqs=draw(st.sampled_from([1, 3, 5])), overlap=draw(st.booleans()), **fixed,
         enable_prefix_caching=draw(st.sampled_from([True, True, False])), share_in_batch=draw(st.booleans()),
         admission_window=draw(st.sampled_from([1, 4])), max_bypass=draw(st.sampled_from([0, 2])),
         reserve_tokens=draw(st.sampled_from([0, 0, 6])), eviction_policy=draw(st.sampled_from(["lru", "lfu", "slru"])),

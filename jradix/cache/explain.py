@@ -37,6 +37,7 @@ class MissReason(StrEnum):
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
     OTHER_NAMESPACE = "other namespace"
+    ROUNDED_DOWN = "rounded down"
     WHOLE_PROMPT_CACHED = "whole prompt cached"
     CACHING_OFF = "caching off"
 
@@ -129,6 +130,8 @@ class Explanation:
       divergence: where the prompt leaves what the cache knows; None when it never does.
       eviction: what of it was evicted, None when nothing was.
       other_namespace: the longest match elsewhere, None when none is longer than here.
+      num_unused_tokens: further tokens whose KV is there, and is not used because hits are rounded down.
+      granularity: hits are multiples of this many tokens.
     """
     num_tokens: int
     num_cached_tokens: int
@@ -137,11 +140,14 @@ class Explanation:
     divergence: Divergence | None = None
     eviction: Eviction | None = None
     other_namespace: OtherNamespace | None = None
+    num_unused_tokens: int = 0
+    granularity: int = 1
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens neither cached nor remembered, the last one included."""
-        return self.num_tokens - self.num_cached_tokens - (self.eviction.num_tokens if self.eviction else 0)
+        known = self.num_cached_tokens + self.num_unused_tokens + (self.eviction.num_tokens if self.eviction else 0)
+        return self.num_tokens - known
 
     def sentences(self) -> list[str]:
         share = f" ({self.num_cached_tokens / self.num_tokens:.0%})" if self.num_cached_tokens else ""
@@ -152,6 +158,9 @@ class Explanation:
             return [*lines, "Prefix caching is off for this prompt, so nothing is looked up."]
         if self.reason is MissReason.WHOLE_PROMPT_CACHED:
             return [*lines, "That is the whole prompt: its last token is always computed, for its logits."]
+        if self.num_unused_tokens:
+            lines.append(f"The next {_count(self.num_unused_tokens, 'token')} {_are(self.num_unused_tokens)} known and "
+                         f"not used: with deterministic=True hits are multiples of {self.granularity:,} tokens.")
         lines += [str(part) for part in (self.eviction, self.other_namespace) if part is not None]
         if self.num_new_tokens == self.num_tokens:
             lines.append("This beginning was never seen in this namespace, as far as the cache remembers.")
@@ -167,7 +176,7 @@ class Explanation:
         parts = (("cached on the device", self.num_cached_tokens - self.num_host_tokens, DEVICE_COLOR),
                  ("cached in host memory", self.num_host_tokens, HOST_COLOR),
                  ("evicted", self.eviction.num_tokens if self.eviction else 0, EVICTED_COLOR),
-                 ("to be computed", self.num_new_tokens, "rgba(128,128,128,.25)"))
+                 ("to be computed", self.num_new_tokens + self.num_unused_tokens, "rgba(128,128,128,.25)"))
         bar = "".join(f'<span title="{name}: {_count(n, "token")}" style="flex:{n};background:{color}"></span>'
                       for name, n, color in parts if n)
         text = "<br/>".join(html.escape(line) for line in self.sentences())
@@ -195,8 +204,8 @@ def explain(cache: PrefixCache, tokens: Sequence[int] | np.ndarray, namespace: N
     if not cache.enabled or namespace is None:
         return Explanation(len(tokens), 0, 0, MissReason.CACHING_OFF)
     tree, longest = cache.tree, len(tokens) - 1
-    match = tree.match(tokens[:longest], namespace, touch=False)
     num_cached = cache.num_matching_tokens(tokens, namespace)
+    match = tree.match(tokens[:longest if cache.granularity == 1 else num_cached], namespace, touch=False)
     num_host = match.num_host_pages * tree.page_size
     num_partial = num_cached - match.num_tokens - num_host      # from a node, or from a running request with more
     if num_partial and match.partial is not None and match.partial.num_tokens == num_partial:
@@ -207,13 +216,16 @@ def explain(cache: PrefixCache, tokens: Sequence[int] | np.ndarray, namespace: N
     if end.num_tokens < num_cached:
         end, gone = _End(None, 0, num_cached), None
     divergence = _divergence(end, tokens, tree.page_size, decode) if end.num_tokens < len(tokens) else None
-    num_evicted = min(end.num_tokens, longest) - num_cached
-    eviction = None
-    if gone is not None and num_evicted > 0:
-        eviction = Eviction(num_evicted, max(cache.clock() - gone.evicted_s, 0.0), gone.evicted_by)
+    num_known = min(end.num_tokens, longest) - num_cached
+    eviction, num_unused = None, 0
+    if gone is not None and num_known > 0:
+        eviction = Eviction(num_known, max(cache.clock() - gone.evicted_s, 0.0), gone.evicted_by)
+    elif cache.granularity > 1:
+        num_unused = num_known
     other = _other_namespace(tree, tokens[:longest], namespace, num_cached)
-    reason = _reason(longest - num_cached, num_cached, eviction, other, tree.page_size)
-    return Explanation(len(tokens), num_cached, num_host, reason, divergence, eviction, other)
+    reason = _reason(longest - num_cached, num_cached, num_unused, eviction, other, tree.page_size)
+    return Explanation(len(tokens), num_cached, num_host, reason, divergence, eviction, other, num_unused,
+                       cache.granularity)
 
 
 def duration(seconds: float) -> str:
@@ -349,10 +361,12 @@ def _differences(other: Namespace, own: Namespace) -> str:
                      for name, theirs, ours in zip(Namespace._fields, other, own) if theirs != ours)
 
 
-def _reason(num_missing: int, num_cached: int, eviction: Eviction | None, other: OtherNamespace | None, page_size: int
-            ) -> MissReason:
+def _reason(num_missing: int, num_cached: int, num_unused: int, eviction: Eviction | None,
+            other: OtherNamespace | None, page_size: int) -> MissReason:
     if num_missing == 0:
         return MissReason.WHOLE_PROMPT_CACHED
+    if num_unused > num_missing / 2:
+        return MissReason.ROUNDED_DOWN
     num_evicted = eviction.num_tokens if eviction else 0
     num_elsewhere = other.num_tokens - num_cached if other else 0
     # Prompts share their first words by chance: less than a page counts only where it is most of what is missing.

@@ -83,6 +83,7 @@ class PrefixCache:
       host_pools: one pool of host pages per KV group; empty: no host tier.
       max_pinned_fraction: share of the pool that pins may hold.
       clock: seconds.
+      granularity: hits are multiples of this many tokens, a multiple of the page size; 1: they are exact.
 
     Attributes:
       pins: what is protected on the user's wish.
@@ -94,6 +95,7 @@ class PrefixCache:
     host_pools: tuple[PagePool, ...] = ()
     max_pinned_fraction: float = 0.5
     clock: Callable[[], float] = time.monotonic
+    granularity: int = 1
     counters: CacheCounters = field(default_factory=CacheCounters)
     _leases: set[Lease] = field(default_factory=set)
     _writers: dict[Node, list[Lease]] = field(default_factory=dict)     # leases with a tail, by their node
@@ -106,13 +108,14 @@ class PrefixCache:
     @classmethod
     def create(cls, *, page_size: int, num_pages: int, max_pages: int, num_groups: int = 1, enabled: bool = True,
                num_host_pages: int = 0, eviction_policy: str = "lru", min_ttl_s: float = 0.0,
-               max_pinned_fraction: float = 0.5, clock: Callable[[], float] = time.monotonic) -> PrefixCache:
+               max_pinned_fraction: float = 0.5, clock: Callable[[], float] = time.monotonic,
+               granularity: int = 1) -> PrefixCache:
         """Tree and pools of these sizes; `eviction_policy` and `min_ttl_s` as in `jradix.cache.eviction`."""
         tree = RadixTree(page_size, num_groups, policy=eviction_policy, num_pages=num_pages, min_ttl_s=min_ttl_s,
                          clock=clock, history_pages=HISTORY_POOLS * num_pages)
         host_pools = tuple(PagePool(num_host_pages) for _ in range(num_groups)) if num_host_pages else ()
         return cls(tree, tuple(PagePool(num_pages) for _ in range(num_groups)), max_pages, enabled, host_pools,
-                   max_pinned_fraction, clock)
+                   max_pinned_fraction, clock, granularity)
 
     @property
     def page_size(self) -> int:
@@ -145,7 +148,7 @@ class PrefixCache:
         if not self.enabled or namespace is None:
             return 0
         known = tokens[:_cap(tokens, max_cached_tokens)]
-        match = self.tree.match(known, namespace, touch=False)
+        match = self._match(known, namespace)
         return self._num_whole(match) + self._best_partial(match, known).num_tokens
 
     def acquire(self, tokens: np.ndarray, namespace: Namespace | None = Namespace(), *,
@@ -176,7 +179,7 @@ class PrefixCache:
             self._require_old(len(tokens), 0, allow_young)
         else:
             known = tokens[:_cap(tokens, max_cached_tokens)]
-            match = self.tree.match(known, namespace, touch=False)
+            match = self._match(known, namespace)
             partial = self._best_partial(match, known)
             lease.node = self.tree.lock(match, is_use=False)
             if partial.host_node is not None:
@@ -185,8 +188,6 @@ class PrefixCache:
             try:
                 self._require(num_wanted_tokens, num_shared, num_reserved_pages)
                 self._require_old(len(tokens), num_shared, allow_young)
-                lease.page_table[:, :num_shared] = match.pages
-                lease.num_pages = num_shared
                 self._bring_in(lease, match, partial, known)
             except OutOfPages:
                 self.tree.unlock(lease.node)
@@ -366,12 +367,25 @@ class PrefixCache:
 
     # -- parts of acquire
 
+    def _match(self, known: np.ndarray, namespace: Namespace) -> Match:
+        """The longest match that may be used. It is not counted as a use."""
+        match = self.tree.match(known, namespace, touch=False)
+        num_whole = self._num_whole(match)
+        num_unused = num_whole % self.granularity
+        if num_unused:
+            num_gone = match.num_gone_tokens and match.num_gone_tokens + num_unused
+            match = self.tree.match(known[:num_whole - num_unused], namespace, touch=False)
+            match = match._replace(num_gone_tokens=num_gone)
+        return match
+
     def _num_whole(self, match: Match) -> int:
         return match.num_tokens + match.num_host_pages * self.page_size
 
     def _best_partial(self, match: Match, known: np.ndarray) -> _PartialPage:
         """Where the page after a match can be copied from: a node of the tree, or a lease that is still writing it."""
         n, pages, host_node = 0, None, None
+        if self.granularity > 1:
+            return _PartialPage(n, pages, host_node)
         if match.partial is not None:
             node, index, n = match.partial
             pages = node.pages[:, index].copy()
@@ -410,12 +424,17 @@ class PrefixCache:
         As far as the pool has room. The partial page is noted first: making room may have evicted its source, which
         nothing has overwritten until then.
         """
+        known_once = self._num_whole(match) + match.num_gone_tokens
         num_host, room = match.num_host_pages, self.num_available_pages
-        has_partial = partial.num_tokens > 0 and num_host < room and lease.num_pages + num_host < self.max_pages
         if room < num_host:
             self.tree.unlock(lease.node)
-            num_host, end = room, match.num_tokens + room * self.page_size
-            lease.node = self.tree.lock(self.tree.match(known[:end], lease.namespace, touch=False), is_use=False)
+            end = match.num_tokens + room * self.page_size
+            match = self._match(known[:end], lease.namespace)
+            num_host = match.num_host_pages
+            lease.node = self.tree.lock(match, is_use=False)
+        lease.num_pages = match.pages.shape[1]
+        lease.page_table[:, :lease.num_pages] = match.pages
+        has_partial = partial.num_tokens > 0 and num_host < room and lease.num_pages + num_host < self.max_pages
         self._reclaim(num_host + has_partial)
         if has_partial:
             target = np.stack([pool.alloc(1) for pool in self.pools])
@@ -440,7 +459,6 @@ class PrefixCache:
             lease.num_pages += 1
             lease.num_copied_tokens = partial.num_tokens
             lease.num_cached_tokens += partial.num_tokens
-        known_once = self._num_whole(match) + match.num_gone_tokens
         lease.num_evicted_tokens = max(known_once - lease.num_cached_tokens, 0)
 
     def _count_lookup(self, lease: Lease, num_tokens: int) -> None:

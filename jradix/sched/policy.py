@@ -28,13 +28,14 @@ def choose(window: Sequence[Request], matched: Sequence[int], blocked: Sequence[
     return max(open_places, key=lambda i: (matched[i], -i))
 
 
-def shares_pending_prefix(request: Request, matched: int, running: Request) -> bool:
-    """True when `running` is about to compute a token that `request` would otherwise compute as well.
+def shares_pending_prefix(request: Request, matched: int, running: Request, granularity: int = 1) -> bool:
+    """True when `running` is about to compute tokens that `request` would otherwise compute as well.
 
     Args:
       matched: cached tokens of `request`.
+      granularity: tokens by which a match grows.
     """
-    end = matched + 1
+    end = matched + granularity
     if request.first_logit is not None:
         longest = request.first_logit
     else:

@@ -74,6 +74,7 @@ class Request:
       namespace: where its KV may be shared; None: nowhere.
       first_logit: first prompt position whose logits are wanted; None: only the last.
       constraint: the grammar its output follows; held on the device while it runs.
+      replays: what a preemption gave up of its output is computed again one token a step, as it was the first time.
       slot: row of the per-slot device state while it runs.
       cache_use: what was found in the cache when it was first admitted; None before.
       young_since_s: since when only pages younger than min_ttl_s could make room for it; None: not so.
@@ -94,6 +95,7 @@ class Request:
     first_logit: int | None = None
     stop_search: StopSearch | None = None
     constraint: Constraint | None = None
+    replays: bool = False
     state: RequestState = RequestState.WAITING
     num_tokens: int = 0
     num_computed: int = 0
@@ -122,6 +124,13 @@ class Request:
         self.stop_ids = self.eos_ids | frozenset(self.params.stop_token_ids)
 
     @property
+    def longest_hit(self) -> int | None:
+        """Tokens that may come from the cache at most; None: all but the last."""
+        if self.first_logit is None and self.replays:
+            return self.num_prompt - 1      # output was not computed as a prompt is
+        return self.first_logit
+
+    @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
 
@@ -146,6 +155,8 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """True while prompt tokens (or, after preemption, output tokens) remain to compute before the next sample."""
+        if self.replays:
+            return self.num_computed < self.num_prompt
         return self.num_computed < self.num_tokens - 1 or (self.num_computed < self.num_tokens and
                                                            self.num_tokens == self.num_prompt)
 

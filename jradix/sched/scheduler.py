@@ -112,16 +112,7 @@ class Scheduler:
         The caller dispatches the plan before it calls `schedule` again.
         """
         self.cache.pins.expire()
-        decode = self._plan_decode()
-        budget = self.config.prefill_chunk_tokens
-        prefill, skipped = self._plan_short(len(decode), budget)
-        budget -= sum(row.num_tokens for row in prefill)
-        for request in [r for r in self._running if _needs_chunk(r) and r.num_pending > SHORT_TOKENS]:
-            budget -= self._add_chunk(prefill, request, budget)
-        budget -= self._admit(prefill, budget)
-        if any(row.num_tokens > SHORT_TOKENS for row in prefill):     # then there is room for all
-            for request in skipped:
-                budget -= self._add_chunk(prefill, request, budget)
+        decode, prefill = self._plan_apart() if self.config.deterministic else self._plan_together()
         if not decode and not prefill and self._is_stuck():
             return self.schedule()
         num_steps = 1
@@ -129,10 +120,9 @@ class Scheduler:
             num_steps = self.config.decode_steps
             for row in decode:
                 row.num_samples = min(num_steps, row.request.num_left)
-        singles = [row for row in prefill if row.num_tokens == 1]
-        plan = StepPlan([*decode, *singles, *(row for row in prefill if row.num_tokens > 1)],
-                        len(decode) + len(singles), num_steps,
-                        num_prefill_tokens=sum(row.num_tokens for row in prefill))
+        num_singles = 0 if self.config.deterministic else sum(row.num_tokens == 1 for row in prefill)
+        plan = StepPlan([*decode, *sorted(prefill, key=lambda row: row.num_tokens > 1)], len(decode) + num_singles,
+                        num_steps, num_prefill_tokens=sum(row.num_tokens for row in prefill))
         if not plan.rows:
             return None
         if self._sharing is not None:
@@ -206,10 +196,34 @@ class Scheduler:
 
     # -- planning
 
+    def _plan_together(self) -> tuple[list[Row], list[Row]]:
+        """Decode rows, and as many prefill tokens beside them as the budget allows."""
+        decode = self._plan_decode()
+        budget = self.config.prefill_chunk_tokens
+        prefill, skipped = self._plan_short(len(decode), budget)
+        budget -= sum(row.num_tokens for row in prefill)
+        for request in [r for r in self._running if _needs_chunk(r) and r.num_pending > SHORT_TOKENS]:
+            budget -= self._add_chunk(prefill, request, budget)
+        budget -= self._admit(prefill, budget)
+        if any(row.num_tokens > SHORT_TOKENS for row in prefill):     # then there is room for all
+            for request in skipped:
+                budget -= self._add_chunk(prefill, request, budget)
+        return decode, prefill
+
+    def _plan_apart(self) -> tuple[list[Row], list[Row]]:
+        """One chunk of one prompt, or else all decode rows: a token's place in a step does not depend on others."""
+        prefill: list[Row] = []
+        for request in self._running:
+            if _needs_chunk(request) and self._add_chunk(prefill, request, self.config.prefill_chunk_tokens):
+                return [], prefill
+        self._admit(prefill, self.config.prefill_chunk_tokens)
+        return [] if prefill else self._plan_decode(), prefill
+
     def _plan_decode(self) -> list[Row]:
         """Rows for all running requests that need one more token, oldest first; preempts the youngest when short."""
         rows: list[Row] = []
-        waiting_rows = deque(r for r in self._running if r.num_pending == 1 and not _needs_chunk(r) and r.num_left > 0)
+        waiting_rows = deque(r for r in self._running if (r.num_pending == 1 or r.replays and r.num_pending > 1)
+                             and not _needs_chunk(r) and r.num_left > 0)
         while waiting_rows:
             request = waiting_rows.popleft()
             try:
@@ -228,8 +242,8 @@ class Scheduler:
                         waiting_rows.remove(victim)
                     waiting_rows.appendleft(request)
                 continue
-            rows.append(Row(request, request.num_computed, 1, request.slot, 1, request.num_in_flight > 0,
-                            request.num_output + request.num_in_flight))
+            rows.append(Row(request, request.num_computed, 1, request.slot, int(request.num_pending == 1),
+                            request.num_in_flight > 0, request.num_output + request.num_in_flight))
         return rows
 
     def _plan_short(self, num_rows: int, budget: int) -> tuple[list[Row], list[Request]]:
@@ -261,19 +275,21 @@ class Scheduler:
         return self._shared[1]
 
     def _add_chunk(self, rows: list[Row], request: Request, budget: int) -> int:
-        """Adds the next chunk of a running request to `rows`; returns its tokens, 0 where there is no room."""
+        """Adds the next chunk of a running request to `rows`; returns what it takes of the budget, 0 for no room."""
         row = self._plan_chunk(request, budget)
         if row is None:
             return 0
         request.num_skipped_steps = 0
         rows.append(row)
-        return row.num_tokens
+        return budget if self.config.deterministic else row.num_tokens
 
     def _plan_chunk(self, request: Request, budget: int) -> Row | None:
         """The next prefill chunk of a running request, as long as budget and pages allow."""
-        n = min(request.num_tokens - request.num_computed, budget)
+        n = min((request.num_prompt if request.replays else request.num_tokens) - request.num_computed, budget)
         room = request.lease.num_pages * self.config.page_size - request.num_computed
         room += self.cache.num_available_pages * self.config.page_size
+        if self.config.deterministic and n > room:
+            return None         # a chunk is computed as a whole
         n = min(n, room)
         if n <= 0:
             return None
@@ -296,7 +312,7 @@ class Scheduler:
         if not window:
             return 0
         total = budget
-        matched = [self.cache.num_matching_tokens(r.known_tokens, r.namespace, max_cached_tokens=r.first_logit)
+        matched = [self.cache.num_matching_tokens(r.known_tokens, r.namespace, max_cached_tokens=r.longest_hit)
                    for r in window]
         computing = [r for r in self._running if r.is_prefilling]
         self.thrash_guard.observe(self.counters.num_computed_prompt_tokens, self.cache.counters.num_recomputed_tokens,
@@ -350,7 +366,7 @@ class Scheduler:
         wanted = request.num_tokens + min(request.num_left, self.config.reserve_tokens) if self._running else 0
         try:
             lease = self.cache.acquire(
-                request.known_tokens, request.namespace, max_cached_tokens=request.first_logit, is_resumed=is_resumed,
+                request.known_tokens, request.namespace, max_cached_tokens=request.longest_hit, is_resumed=is_resumed,
                 num_wanted_tokens=wanted, num_reserved_pages=self._pages_reserved(),
                 allow_young=self._may_evict_young(request))
         except OutOfPages as error:
@@ -398,7 +414,7 @@ class Scheduler:
 
     def _waits_for_prefix(self, request: Request, matched: int, computing: Sequence[Request]) -> bool:
         return (self.config.share_in_batch and self.cache.enabled and not request.num_preemptions
-                and any(shares_pending_prefix(request, matched, r) for r in computing))
+                and any(shares_pending_prefix(request, matched, r, self.cache.granularity) for r in computing))
 
     def _may_run_ahead(self, decode: list[Row], prefill: list[Row]) -> bool:
         """True when several decode steps may run in one call: nothing to admit, and room for all their tokens."""
@@ -437,17 +453,25 @@ class Scheduler:
             request.num_computed = row.start + row.num_tokens + max(row.num_samples - 1, 0)
             request.num_in_flight += row.num_samples
             self.counters.num_computed_tokens += row.num_tokens + max(row.num_samples - 1, 0)
+            self.counters.num_recomputed_tokens += max(
+                min(row.start + row.num_tokens, request.num_lost) - row.start, 0)
         for row in prefill:
             request = row.request
             num_had = request.cache_use.num_cached_tokens + request.num_computed_prompt    # also before a preemption
             num_first = max(min(row.start + row.num_tokens, request.num_prompt) - max(row.start, num_had), 0)
             request.num_computed_prompt += num_first
             self.counters.num_computed_prompt_tokens += num_first
-            self.counters.num_recomputed_tokens += max(
-                min(row.start + row.num_tokens, request.num_lost) - row.start, 0)
             if request.num_computed >= request.num_prompt:
                 request.first_logit = None     # all wanted prompt logits are on their way
-            self.cache.commit(request.lease, request.tokens[:min(request.num_computed, request.num_tokens)])
+            self.cache.commit(request.lease, self._shareable(request, min(request.num_computed, request.num_tokens)))
+
+    def _shareable(self, request: Request, num_written: int) -> np.ndarray:
+        """Of the tokens whose KV is written, those whose KV others may use: with `deterministic` whole chunks of the
+        prompt."""
+        if self.config.deterministic:
+            num_written = min(num_written, request.num_prompt)
+            num_written -= num_written % self.cache.granularity
+        return request.tokens[:num_written]
 
     def _append(self, request: Request, token: int) -> bool:
         """Adds an output token; True when the request ends with it."""
@@ -491,7 +515,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Puts a running request back into the queue; what it computed stays in the tree, evictable."""
-        self._leave(request, request.tokens[:min(request.num_computed, request.num_tokens)])
+        self._leave(request, self._shareable(request, min(request.num_computed, request.num_tokens)))
         request.state = RequestState.WAITING
         request.num_lost = max(request.num_lost, request.num_computed)
         request.num_computed = 0
@@ -503,7 +527,7 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             # The KV of the last sampled token may be missing: it is written by the next step, if there is one.
             num_written = min(request.num_computed, request.num_tokens - (request.num_output > 0))
-            self._leave(request, request.tokens[:num_written] if commit else None)
+            self._leave(request, self._shareable(request, num_written) if commit else None)
         elif request.request_id in self._waiting:
             del self._waiting[request.request_id]
         else:

@@ -24,7 +24,8 @@ MEASURED_RUNS = 7
 BF16_SCATTER_FIXED = (0, 11, 2)  # first jax whose CPU scatter into a bfloat16 array is not O(array)
 
 
-def resolve_dtype(dtype: str, device: jax.Device, *, hidden: int, intermediate: int) -> tuple[jnp.dtype, str]:
+def resolve_dtype(dtype: str, device: jax.Device, *, hidden: int, intermediate: int, may_measure: bool = True
+                  ) -> tuple[jnp.dtype, str]:
     """Chooses the weights' type.
 
     "auto" is bfloat16 on TPUs and on GPUs that have it, float16 with a warning on older GPUs, and on CPUs the faster
@@ -34,6 +35,7 @@ def resolve_dtype(dtype: str, device: jax.Device, *, hidden: int, intermediate: 
       dtype: one of `DTYPES`.
       device: where the model will run.
       hidden, intermediate: the model's sizes, for the measurement.
+      may_measure: False: float32 where "auto" would measure, so that every run chooses the same.
 
     Returns:
       The type and one sentence on why.
@@ -58,6 +60,8 @@ def resolve_dtype(dtype: str, device: jax.Device, *, hidden: int, intermediate: 
         reason = f"{device.device_kind} (compute capability {capability}) has no bfloat16"
         logger.warning("%s: using float16. If outputs are not finite, use dtype='float32'", reason)
         return jnp.dtype(jnp.float16), reason
+    if not may_measure:
+        return jnp.dtype(jnp.float32), "the same in every run"
     hidden, intermediate = min(hidden, MAX_MEASURED_SIZES[0]), min(intermediate, MAX_MEASURED_SIZES[1])
     wide = _measure(jnp.float32, device, hidden, intermediate)
     narrow = _measure(jnp.bfloat16, device, hidden, intermediate)

@@ -149,6 +149,26 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 # -- why the rest is missing
 
 
+@pytest.mark.parametrize("num_host_pages", [0, 32])
+def test_explain_hits_by_chunks_agree_with_acquire(num_host_pages: int) -> None:
+    random = np.random.default_rng(4)
+    cache = make_cache(40, num_host_pages=num_host_pages)
+    cache.granularity = 2 * PAGE
+    for _ in range(60):
+        base = random.integers(0, 3, int(random.integers(1, 30))).astype(np.int32)
+        explanation = explain(cache, base, NAMESPACE)
+        assert 0 <= explanation.num_host_tokens <= explanation.num_cached_tokens
+        assert explanation.num_cached_tokens + explanation.num_unused_tokens < len(base)
+        assert explanation.num_new_tokens >= 1 and explanation.sentences()
+        assert explanation.num_cached_tokens == cache.num_matching_tokens(base, NAMESPACE)
+        lease = cache.acquire(base, NAMESPACE)
+        assert lease.num_cached_tokens == explanation.num_cached_tokens and lease.num_cached_tokens % (2 * PAGE) == 0
+        cache.extend(lease, len(base))
+        cache.release(lease, base[:len(base) // (2 * PAGE) * 2 * PAGE])
+        cache.take_moves()
+        cache.check_invariants()
+
+
 def test_explain_evicted_prefix_names_policy_age_and_tokens() -> None:
     clock = Clock()
     cache = make_cache(16, clock=clock)
