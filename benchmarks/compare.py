@@ -30,7 +30,8 @@ from peers.comparison_plots import write_plots
 from peers.environments import DEFAULT_ROOT, Environment, NotInstalled, find
 from peers.figures import Row, json_cells, markdown, workload_cells, workload_rows
 from peers.peer_process import PeerFailed
-from peers.runs import num_json
+from peers.roofline import Model, Rates, least_s, measure
+from peers.runs import Run, num_json
 from peers.variants import DTYPES, REFERENCE, WITHOUT_CACHE, Variant, cpu_flags, parse_variants, why_hopeless
 from report import machine, print_result, print_table
 from workloads import JSON_MAX_TOKENS, JSON_PROMPT, PRODUCTS, SIZES, WORKLOADS
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         environments, common_settings(options.workloads, options.size, json_task, threads=options.threads,
                                       kv_bytes=options.kv_bytes),
         weights=weights, logs=logs, size=options.size, seed=options.seed, json_task=json_task, quiet_s=options.quiet_s)
+    rates = measure()
     try:
         comparison.run_pass(cached, options.workloads, options.reps)
         without_json = [name for name in options.workloads if name != JSON]
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     except PeerFailed:
         say(f"{REFERENCE} failed, and nothing can be compared without it")
     finally:        # also after an interrupt: what was measured by then
-        result = report(comparison, left_out, options)
+        result = report(comparison, left_out, options, rates)
     print_result("compare", result)
     return int(bool(comparison.failed))
 
@@ -158,9 +160,16 @@ def write_weights(model: str, folder: Path) -> Path:
     return folder
 
 
-def report(comparison: Comparison, left_out: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+def report(comparison: Comparison, left_out: dict[str, str], options: argparse.Namespace, rates: Rates
+           ) -> dict[str, Any]:
     """Prints the tables, writes JSON, Markdown and plots, and returns what the JSON holds."""
-    rows: dict[str, list[Row]] = {workload: workload_rows(runs, str(REFERENCE))
+    sizes = Model.of(options.root / "weights" / REFERENCE.dtype)
+
+    def least(name: str, run: Run) -> float:
+        dtype, = set(name.split("/")) & set(DTYPES)
+        return least_s(run.batches, sizes, dtype, rates)
+
+    rows: dict[str, list[Row]] = {workload: workload_rows(runs, str(REFERENCE), least)
                                   for workload, runs in comparison.runs.items()}
     tables = {workload: workload_cells(each) for workload, each in rows.items()}
     if comparison.json_runs:
@@ -175,6 +184,8 @@ def report(comparison: Comparison, left_out: dict[str, str], options: argparse.N
     notes += [f"{name}: ready after {peer['startup_s']:.1f} s; "
               + "; ".join([*(f"{package} {version}" for package, version in peer["versions"].items()), *peer["notes"]])
               for name, peer in comparison.peers.items()]
+    notes.append(f"roofline: {rates.gflop_per_s:.0f} GFLOP/s of float32 products and {rates.gb_per_s:.1f} GB/s from "
+                 "memory, the best of a few tries before the first round")
     if comparison.noise:
         notes.append(f"the machine was not quiet at {len(comparison.noise)} starts of rounds: "
                      f"{min(comparison.noise):.2f} to {max(comparison.noise):.2f} cores busy elsewhere")
@@ -186,9 +197,9 @@ def report(comparison: Comparison, left_out: dict[str, str], options: argparse.N
         date=time.strftime("%Y-%m-%d"), size=options.size, reps=options.reps, uncached_reps=options.uncached_reps,
         model=options.model, reference=str(REFERENCE), kv_bytes=options.kv_bytes, threads=options.threads,
         peers=comparison.peers, left_out=left_out, failed=comparison.failed, dropped=comparison.dropped,
-        noise=comparison.noise,
-        workloads={workload: [dict(dataclasses.asdict(row), ratio=row.ratio) for row in each]
-                   for workload, each in rows.items()},
+        noise=comparison.noise, rates=rates._asdict(),
+        workloads={workload: [dict(dataclasses.asdict(row), ratio=row.ratio, roofline_share=row.roofline_share)
+                              for row in each] for workload, each in rows.items()},
         json={name: [dict(constrained_s=run.constrained_s, free_s=run.free_s, ratio=run.ratio) for run in runs]
               for name, runs in comparison.json_runs.items()})
     where = machine()

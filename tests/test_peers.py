@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 
 import compare
-from peers import environments, figures, usage, variants
+from peers import environments, figures, roofline, usage, variants
 from peers.comparison import JsonTask, beaten, common_settings
 from peers.environments import Environment, NotInstalled
 from peers.peer_process import PeerFailed, PeerProcess
 from peers.protocol import Answer, Job, Settings
 from peers.runs import JsonRun, Run, agreement, num_json
 from peers.variants import REFERENCE, Variant, parse_variants
-from toy_models import make_checkpoint
+from toy_models import make_checkpoint, toy_config
 from toy_tokenizers import make_chat_tokenizer
-from workloads import Request
+from workloads import WORKLOADS, Request, drive
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = Settings(weights="", dtype="float32", prefix_caching=True, max_model_len=256, max_num_seqs=4, threads=1,
@@ -241,7 +241,7 @@ def test_wait_until_quiet_ends_when_it_is_or_the_time_is_up(load: list[float], b
 
 def make_run(round: int, wall_s: float, outputs: list[list[int]], *, num_computed: int | None = 4) -> Run:
     return Run(round, wall_s, 2 * wall_s, 2**30, 0.1 * round, [wall_s / 10, None], num_computed,
-               [(Request([1, 2, 3], 2), outputs[0]), (Request([1, 2, 9], 2), outputs[1])])
+               [(Request([1, 2, 3], 2), outputs[0]), (Request([1, 2, 9], 2), outputs[1])], [1, 1])
 
 
 def test_workload_rows_take_ratios_within_rounds() -> None:
@@ -258,6 +258,45 @@ def test_workload_rows_take_ratios_within_rounds() -> None:
     cells = figures.workload_cells([ours, theirs, silent])
     assert {len(row) for row in cells} == {len(figures.WORKLOAD_HEADERS)}
     assert cells[2][:4] == ["theirs", 2.0, "1.00-3.00", 3.5]
+
+
+def test_row_says_what_share_of_the_roofline_it_reaches() -> None:
+    run = make_run(1, 4.0, [[5, 6], [7, 8]])
+    assert [len(batch) for batch in run.batches] == [1, 1] and sum(run.batches, []) == run.done
+    row, = figures.workload_rows({"ours": [run]}, "ours", lambda name, each: {"ours": 1.0}[name] * len(each.batches))
+    assert row.least_s == 2.0 and row.roofline_share == 0.5
+    assert figures.workload_cells([row])[1][figures.WORKLOAD_HEADERS.index("share of the roofline")] == 0.5
+
+
+def test_least_time_adds_up_by_hand() -> None:
+    """By hand, for a model of one layer: 2 requests that share 3 of 4 tokens, then one that is cached to the last."""
+    model = roofline.Model(hidden=4, intermediate=8, layers=1, heads=2, kv_heads=1, head_dim=2, vocabulary=10)
+    assert (model.num_layer_weights, model.num_head_weights) == (2 * 4 * 2 * 3 + 3 * 4 * 8, 40)
+    assert (model.flop_per_key, model.num_kv_values) == (16, 4)
+    layer, head = 144, 40
+    first = [(Request([1, 2, 3, 4], 2), [7, 8]), (Request([1, 2, 3, 5], 1), [9])]
+    prefill = 2 * 5 * layer + 16 * (1 + 2 + 3 + 4 + 4) + 2 * 2 * head
+    decode_flop, decode_bytes = 2 * (layer + head) + 16 * 5, 4 * (layer + head + 5 * 4)
+    for rates, decode in ((roofline.Rates(1.0, 1e9), decode_flop), (roofline.Rates(1.0, 0.1), decode_bytes / 0.1)):
+        assert roofline.least_s([first], model, "float32", rates) == pytest.approx((prefill + decode) / 1e9)
+    again = [(Request([1, 2, 3, 4, 7], 1), [3])]        # its output was decoded, so one token is left to run
+    rates = roofline.Rates(1.0, 1e9)
+    more = roofline.least_s([first, again], model, "float32", rates) - roofline.least_s([first], model, "float32", rates)
+    assert more == pytest.approx((2 * layer + 16 * 5 + 2 * head) / 1e9)
+
+
+def test_least_time_of_the_default_sizes_at_the_rates_of_a_known_machine() -> None:
+    model = roofline.Model(576, 1536, 30, 9, 3, 64, 49_152)
+    batches: list[Any] = []
+
+    def run(batch: list[Request]) -> list[list[int]]:
+        batches.append([(request, [i] * request.num_output) for i, request in enumerate(batch)])
+        return [output for _, output in batches[-1]]
+
+    drive(WORKLOADS["noshare"]("default"), run)
+    assert roofline.least_s(batches, model, "float32", roofline.Rates(446, 48.8)) == pytest.approx(5.37, abs=0.01)
+    rates = roofline.measure()
+    assert 1 < rates.gflop_per_s < 1e5 and 0.5 < rates.gb_per_s < 1e4
 
 
 def test_agreement_compares_requests_with_equal_prompts_up_to_the_first_difference() -> None:
@@ -393,6 +432,7 @@ def toy_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (root / "weights" / "float32").mkdir(parents=True)
     (root / "weights" / "ready").write_text("demo")
     make_chat_tokenizer().save(root / "weights" / "float32")
+    (root / "weights" / "float32" / "config.json").write_text(json.dumps(toy_config("llama")))
     monkeypatch.setattr(usage, "SAMPLE_S", 0.01)
     monkeypatch.setattr(compare, "cpu_flags", lambda: {"avx512f"})
 

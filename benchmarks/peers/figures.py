@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Row:
       ttft_s: per turn, the median over runs of the median over requests.
       cpu_s, peak_bytes, others_cores: medians; of the last one the largest.
       agree: output tokens up to the first difference from the reference, over the tokens compared.
+      least_s: what the workload must take on this machine; None: not known.
     """
     name: str
     wall_s: list[float]
@@ -38,14 +39,25 @@ class Row:
     peak_bytes: float
     others_cores: float
     agree: tuple[int, int] | None
+    least_s: float | None = None
+
+    @property
+    def roofline_share(self) -> float | None:
+        """The least time as a share of the median wall time."""
+        return None if self.least_s is None else self.least_s / statistics.median(self.wall_s)
 
     @property
     def ratio(self) -> float | None:
         return statistics.median(self.ratios) if self.ratios else None
 
 
-def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str) -> list[Row]:
-    """A row for each variant that has runs, in order. Counts are those of its first run."""
+def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str,
+                  least_s: Callable[[str, Run], float] | None = None) -> list[Row]:
+    """A row for each variant that has runs, in order. Counts are those of its first run.
+
+    Args:
+      least_s: what a run of the variant of this name must take.
+    """
     theirs = {run.round: run for run in runs.get(reference, ())}
     rows = []
     for name, own in runs.items():
@@ -62,12 +74,13 @@ def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str) -> list[Row
             [_median(turn) for turn in zip(*(run.ttft_s for run in own))],
             statistics.median(run.cpu_s for run in own), statistics.median(run.peak_bytes for run in own),
             max(run.others_cores for run in own),
-            agreement(theirs[first.round], first) if first.round in theirs and name != reference else None))
+            agreement(theirs[first.round], first) if first.round in theirs and name != reference else None,
+            least_s and least_s(name, first)))
     return rows
 
 
-WORKLOAD_HEADERS = ("", "ratio", "of each round", "wall s", "least", "tokens/s", "prompt tokens computed", "/ minimum",
-                    "TTFT first turn s", "last turn", "CPU s", "peak GiB", "tokens as the reference's",
+WORKLOAD_HEADERS = ("", "ratio", "of each round", "wall s", "best", "share of the roofline", "tokens/s", "prompt tokens computed",
+                    "/ minimum", "TTFT first turn s", "last turn", "CPU s", "peak GiB", "tokens as the reference's",
                     "cores busy elsewhere")
 
 
@@ -75,7 +88,7 @@ def workload_cells(rows: Sequence[Row]) -> list[list[Any]]:
     """The table of one workload, headers first."""
     return [list(WORKLOAD_HEADERS)] + [
         [row.name, _round(row.ratio, 2), _span(row.ratios), _round(statistics.median(row.wall_s), 3),
-         _round(min(row.wall_s), 3), _round(row.output_tokens_per_s, 1), row.num_computed, _round(row.over_minimum, 2),
+         _round(min(row.wall_s), 3), _round(row.roofline_share, 2), _round(row.output_tokens_per_s, 1), row.num_computed, _round(row.over_minimum, 2),
          _round(row.ttft_s[0], 3), _round(row.ttft_s[-1], 3), _round(row.cpu_s, 1), _round(row.peak_bytes / GIB, 2),
          f"{row.agree[0]} of {row.agree[1]}" if row.agree else None, _round(row.others_cores, 2)] for row in rows]
 

@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Callable, NamedTuple
 
 from peers.peer_process import PeerProcess
@@ -26,6 +27,7 @@ class Run:
       ttft_s: per batch, the median over its requests; None where the engine does not tell.
       num_computed: prompt tokens that went through the model; None where the engine does not tell.
       done: requests and outputs, in order.
+      batch_sizes: how many of them were submitted together each time.
     """
     round: int
     wall_s: float = 0.0
@@ -35,9 +37,16 @@ class Run:
     ttft_s: list[float | None] = field(default_factory=list)
     num_computed: int | None = 0
     done: list[tuple[Request, list[int]]] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+
+    @property
+    def batches(self) -> list[list[tuple[Request, list[int]]]]:
+        rest = iter(self.done)
+        return [list(islice(rest, size)) for size in self.batch_sizes]
 
     def add(self, answer: Answer) -> None:
         self.wall_s += answer.wall_s
+        self.batch_sizes.append(len(answer.outputs))
         self.ttft_s.append(None if answer.ttft_s is None else statistics.median(answer.ttft_s))
         self.num_computed = (None if answer.num_computed is None or self.num_computed is None
                              else self.num_computed + answer.num_computed)
