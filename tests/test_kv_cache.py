@@ -1,11 +1,15 @@
 """Writes into KV pages: only the named slots change, a slot outside the array changes none."""
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jradix.ops import memory_native
 from jradix.ops.kv_cache import KVCache, kv_page_bytes, make_kv_cache, write_kv
 from toy_engine import CPU, drain, greedy, make_engine, toy_runner
 
@@ -61,6 +65,25 @@ def test_make_kv_cache_has_the_scratch_page_and_the_stated_bytes() -> None:
     page = kv_page_bytes(num_layers=3, page_size=4, kv_width=16, dtype=jnp.float32)
     assert sum(a.nbytes for a in (*kv.k, *kv.v)) == 8 * page
     assert all(a.committed for a in (*kv.k, *kv.v))
+
+
+@pytest.mark.skipif(memory_native.why_not(CPU) is not None, reason=str(memory_native.why_not(CPU)))
+def test_pool_on_a_cpu_takes_memory_as_it_is_written() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    sizes = dict(num_layers=2, num_pages=2**12, page_size=16, kv_width=256, dtype=jnp.float32, device=CPU)
+    small = make_kv_cache(**{**sizes, "num_pages": 1})      # compiles
+    before = resident_bytes()
+    kv = jax.block_until_ready(make_kv_cache(**sizes))
+    num_bytes = sum(array.nbytes for array in (*kv.k, *kv.v))
+    assert num_bytes > 2**28 and resident_bytes() - before < num_bytes / 8
+    write = jax.jit(lambda pages: pages.at[5].set(3.0), donate_argnums=0)
+    pages, where = kv.k[0], kv.k[0].unsafe_buffer_pointer()
+    written = write(pages)
+    assert written.unsafe_buffer_pointer() == where and (np.asarray(written[5]) == 3).all()
+    assert resident_bytes() - before < num_bytes / 4
+    del small
 
 
 def snapshot(kv: KVCache) -> list[np.ndarray]:

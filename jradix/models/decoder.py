@@ -1,6 +1,7 @@
 """The decoder: embedding, unrolled layers, final norm and head; and how it is taken apart for jit."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -105,7 +106,9 @@ def build_decoder(config: ModelConfig, dtype: jnp.dtype, arrays: Mapping[str, ja
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
+@functools.lru_cache(maxsize=4)
 def _abstract(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
+    """Shapes and types in place of arrays. Nobody changes it; making one takes about a second."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 

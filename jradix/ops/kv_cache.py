@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jradix.ops import memory_native
 from pallas_kernels.errors import UnsupportedKernel
 
 logger = logging.getLogger("jradix")
@@ -31,14 +32,16 @@ def kv_page_bytes(*, num_layers: int, page_size: int, kv_width: int, dtype: jnp.
 
 def make_kv_cache(*, num_layers: int, num_pages: int, page_size: int, kv_width: int, dtype: jnp.dtype,
                   device: jax.Device) -> KVCache:
-    """Zeroed pages, committed to `device`: `num_pages` and the scratch page before them.
+    """Pages of any content, committed to `device`: `num_pages` and the scratch page before them.
 
-    Committed, because the results of a step are: jit compiles a second time for an argument that differs in that.
+    Committed, because the results of a step are: jit compiles a second time for an argument that differs in that. No
+    step reads a slot that none has written; on CPUs memory is taken as pages are written, elsewhere they are zeros.
     """
-    def zeros() -> Array:
-        return jnp.zeros((num_pages + 1, page_size, kv_width), dtype, device=device)
-
-    return KVCache(tuple(zeros() for _ in range(num_layers)), tuple(zeros() for _ in range(num_layers)))
+    shape = num_pages + 1, page_size, kv_width
+    make = functools.partial(jnp.zeros, shape, dtype, device=device)
+    if memory_native.why_not(device) is None:
+        make = functools.partial(memory_native.untouched, shape, dtype, device)
+    return KVCache(tuple(make() for _ in range(num_layers)), tuple(make() for _ in range(num_layers)))
 
 
 def write_kv(k_pages: Array, v_pages: Array, k: Array, v: Array, slots: Array, *, implementation: str | None = None

@@ -67,7 +67,7 @@ def abstract_step(implementation: str, platform: str, sharding: Sharding, *, num
         layer_windows=config.layer_windows, groups=config.kv_groups(), implementation=implementation, platform=platform)
     kv = jax.eval_shape(functools.partial(
         make_kv_cache, num_layers=num_layers, num_pages=ENGINE.num_pages, page_size=ENGINE.page_size,
-        kv_width=config.kv_width, dtype=jnp.bfloat16, device=None))
+        kv_width=config.kv_width, dtype=jnp.bfloat16, device=jax.devices("cpu")[0]))
     rows, vocab = ENGINE.max_num_seqs + 1, config.vocab_size
     state = RowState(*(jax.ShapeDtypeStruct(dims, dtype) for dims, dtype in (
         ((rows,), jnp.int32), ((rows, vocab), jnp.int32), ((rows, vocab), jnp.bool_), ((rows, vocab), jnp.float32),
