@@ -221,8 +221,11 @@ def llguidance_engine() -> Callable[[Any], Walk] | None:
     import llguidance
 
     def compile_schema(schema: Any) -> Walk:
-        text = llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides=dict(whitespace_flexible=False, item_separator=",", key_separator=":"))
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides=dict(whitespace_flexible=False, item_separator=",", key_separator=":"))
+        except ValueError as error:         # a schema that is no object cannot take the overrides
+            raise Refused(str(error)) from None
         try:
             return MatcherWalk(ByteWalker(MatcherSource(text, "json_schema")))
         except GrammarError as error:
