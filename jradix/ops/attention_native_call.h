@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "xla/ffi/api/c_api.h"
+#include "native_frame.h"
 
 enum { MAX_GROUP = 64 };
 
@@ -23,8 +23,7 @@ static int fail(Call *call, XLA_FFI_Error_Code code, const char *format, ...) {
   va_start(list, format);
   vsnprintf(text, sizeof text, format, list);
   va_end(list);
-  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, text, code};
-  call->error = call->frame->api->XLA_FFI_Error_Create(&args);
+  call->error = make_error(call->frame, code, text);
   return 0;
 }
 
@@ -68,14 +67,9 @@ static const void *find_scalar(const XLA_FFI_Attrs *attrs, const char *name, XLA
 
 // Fills `call` from its frame. Returns 1 if the call is to be carried out; otherwise `error` is what to return.
 static int open_call(Call *call, XLA_FFI_CallFrame *frame, int num_specs, const char *const *specs) {
-  XLA_FFI_Metadata_Extension *asked = (XLA_FFI_Metadata_Extension *)frame->extension_start;
   call->frame = frame;
   call->error = NULL;
-  if (asked && asked->extension_base.type == XLA_FFI_Extension_Metadata) {
-    asked->metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    asked->metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    return 0;
-  }
+  if (answers_metadata(frame)) return 0;
   if (frame->struct_size < XLA_FFI_CallFrame_STRUCT_SIZE || frame->args.size != num_specs - 2 || frame->rets.size != 2)
     return fail(call, XLA_FFI_Error_Code_INVALID_ARGUMENT,
                 "paged attention: a call frame of %zu bytes, %lld arguments and %lld results; expected %d, %d and 2",

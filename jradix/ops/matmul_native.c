@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 
 #include "native_crew.h"
+#include "native_frame.h"
 #include "native_vector.h"
 
 enum {
@@ -144,11 +145,6 @@ static void work(void *data) {
   }
 }
 
-static XLA_FFI_Error *fail(const XLA_FFI_CallFrame *frame, XLA_FFI_Error_Code code, const char *text) {
-  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, text, code};
-  return frame->api->XLA_FFI_Error_Create(&args);
-}
-
 static int is_served(const XLA_FFI_CallFrame *frame) {
   if (frame->args.size != 3 || frame->rets.size != 1) return 0;
   const XLA_FFI_Buffer *x = frame->args.args[0], *w = frame->args.args[1], *count = frame->args.args[2];
@@ -160,15 +156,11 @@ static int is_served(const XLA_FFI_CallFrame *frame) {
 }
 
 XLA_FFI_Error *jradix_matmul(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Metadata_Extension *asked = (XLA_FFI_Metadata_Extension *)frame->extension_start;
-  if (asked && asked->extension_base.type == XLA_FFI_Extension_Metadata) {
-    asked->metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    asked->metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    return NULL;
-  }
+  if (answers_metadata(frame)) return NULL;
   if (!is_served(frame))
-    return fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                "matmul: expected x float32[M, K], w [N, K] of float32, float16 or bfloat16, an int32 and out [M, N]");
+    return make_error(
+        frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+        "matmul: expected x float32[M, K], w [N, K] of float32, float16 or bfloat16, an int32 and out [M, N]");
   const XLA_FFI_Buffer *x = frame->args.args[0], *w = frame->args.args[1], *count = frame->args.args[2];
   const XLA_FFI_Buffer *out = frame->rets.rets[0];
   Product p = {x->data, w->data, out->data, w->dtype, w->dtype == XLA_FFI_DataType_F32 ? 4 : 2,
@@ -181,6 +173,6 @@ XLA_FFI_Error *jradix_matmul(XLA_FFI_CallFrame *frame) {
   const int64_t worth = (p.rows + LANES) * p.depth * p.width >> 19;    // a helper takes 5 to 20 us to come
   run_crew(frame, work, &p, limit(num_threads(frame) - 1, 0, worth < p.num_items - 1 ? worth : p.num_items - 1));
   if (atomic_load(&p.next) < p.num_items)
-    return fail(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "matmul: no memory for a block of x");
+    return make_error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "matmul: no memory for a block of x");
   return NULL;
 }

@@ -2,13 +2,9 @@
 // large allocation when they are first written, so a pool of which little is used costs little.
 #include <stddef.h>
 
-#include "xla/ffi/api/c_api.h"
+#include "native_frame.h"
 
 XLA_FFI_Error *jradix_untouched(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Metadata_Extension *asked = (XLA_FFI_Metadata_Extension *)frame->extension_start;
-  if (asked && asked->extension_base.type == XLA_FFI_Extension_Metadata) {
-    asked->metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    asked->metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-  }
+  answers_metadata(frame);
   return NULL;
 }
