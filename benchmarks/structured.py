@@ -78,8 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
     if "coverage" in options.part and options.data:
-        code = structured_coverage.main(["--data", str(options.data), "--every", str(options.every), "--others",
-                                         "--tokenizer", options.tokenizer or options.model])
+        code = structured_coverage.main([
+            "--data", str(options.data), "--every", str(options.every), "--tokenizer",
+            options.tokenizer or options.model, "--libraries", *structured_coverage.LIBRARIES])
     print_result("structured", result)
     return code or int(not result["all_hold"])
 

@@ -1,6 +1,7 @@
 """Coverage of JSON schemas and time to compile them: real schemas with their documents, and the official test suite.
 
-    python benchmarks/structured_coverage.py --data ../shared/data [--every 8] [--only ID] [--show] [--others]
+    python benchmarks/structured_coverage.py --data ../shared/data [--every 8] [--only ID] [--show]
+                                             [--libraries jradix llguidance]
     python benchmarks/structured_coverage.py --data ../shared/data --which tables --smollm2 [--every 8]
 
 A schema is right when every valid document is accepted and every invalid one refused. Documents are written compactly;
@@ -9,8 +10,9 @@ document needs one accepted order, and an invalid one must be refused in all. A 
 reason, never as right; so is one with a valid document deeper than a depth-limited automaton goes. The exit code is 1
 when jradix accepted an invalid document.
 
-`--others` judges llguidance, xgrammar and outlines-core as well, where they are installed. `tables` measures how long
-automaton and token tables take for a vocabulary, as the schemas are and with strict=True, and what they cost in bytes.
+`--libraries` judges llguidance, xgrammar and outlines-core as well, where they are installed. `tables` measures how
+long automaton and token tables take for a vocabulary, as the schemas are and with strict=True, and what they cost in
+bytes.
 """
 from __future__ import annotations
 
@@ -35,6 +37,7 @@ from jradix.model_files import resolve
 from jradix.tokenizer import Tokenizer
 from report import print_result, print_table, summarise
 
+LIBRARIES = ("jradix", *ENGINES)
 Tests = list[tuple[Any, bool]]
 Row = tuple[str, Any, Tests]
 GOALS = dict(right_share=0.95, by_dfa_share=0.85, suite_right=230, strict_median_s=0.1, strict_p90_s=2.0,
@@ -220,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only those whose name contains this")
     parser.add_argument("--engine", choices=("auto", "dfa", "matcher"), default="auto")
     parser.add_argument("--show", action="store_true", help="print each that is not right, or slow")
-    parser.add_argument("--others", action="store_true", help="other libraries as well, where they are installed")
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES[:1], help="whose coverage")
     parser.add_argument("--tokenizer", help="GGUF file or model folder whose vocabulary the tables are for")
     parser.add_argument("--smollm2", action="store_true", help="tables for the vocabulary of the demo model")
     arguments = parser.parse_args(argv)
@@ -230,14 +233,16 @@ def main(argv: list[str] | None = None) -> int:
     def ours(**options: Any) -> Callable[[Any, Tests], Verdict]:
         return lambda schema, tests: judge(schema, tests, options, arguments.engine)
 
-    if "schemas" in parts:
+    if "schemas" in parts and "jradix" in arguments.libraries:
         result["schemas"] = measure("real schemas", real_schemas(arguments.data), arguments, ours())
-    if "suite" in parts:
+    if "suite" in parts and "jradix" in arguments.libraries:
         result["suite"] = measure("test suite, draft 2020-12", suite_groups(arguments.data), arguments, ours())
         result["suite_formats_off"] = measure("test suite, formats as annotations", suite_groups(arguments.data),
                                               arguments, ours(formats=False))
-    for name, make_engine in ENGINES.items() if arguments.others else ():
-        compile_schema = make_engine()
+    for name in arguments.libraries:
+        if name == "jradix":
+            continue
+        compile_schema = ENGINES[name]()
         if compile_schema is None:
             print(f"{name}: not installed, left out")
             continue
