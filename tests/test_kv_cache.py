@@ -67,7 +67,22 @@ def test_make_kv_cache_has_the_scratch_page_and_the_stated_bytes() -> None:
     assert all(a.committed for a in (*kv.k, *kv.v))
 
 
-@pytest.mark.skipif(memory_native.why_not(CPU) is not None, reason=str(memory_native.why_not(CPU)))
+NO_NATIVE_ZEROS = memory_native.why_not(jnp.float32, CPU)
+
+
+@pytest.mark.skipif(NO_NATIVE_ZEROS is not None, reason=str(NO_NATIVE_ZEROS))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_zeros_are_zeros_also_in_memory_that_was_used(dtype: jnp.dtype) -> None:
+    for shape in ((3,), (1000,), (5, 4097), (64, 16, 256), (2048, 16, 256)):
+        for _ in range(3):
+            found = memory_native.zeros(shape, dtype, CPU)
+            assert found.shape == shape and found.dtype == dtype and found.committed
+            assert not np.asarray(jnp.copy(found)).any()
+            jax.jit(lambda x: x + 1, donate_argnums=0)(found).block_until_ready().delete()
+    assert "expected one of float32" in memory_native.why_not(jnp.int32, CPU)
+
+
+@pytest.mark.skipif(NO_NATIVE_ZEROS is not None, reason=str(NO_NATIVE_ZEROS))
 def test_pool_on_a_cpu_takes_memory_as_it_is_written() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

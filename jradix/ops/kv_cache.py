@@ -32,15 +32,15 @@ def kv_page_bytes(*, num_layers: int, page_size: int, kv_width: int, dtype: jnp.
 
 def make_kv_cache(*, num_layers: int, num_pages: int, page_size: int, kv_width: int, dtype: jnp.dtype,
                   device: jax.Device) -> KVCache:
-    """Pages of any content, committed to `device`: `num_pages` and the scratch page before them.
+    """Zeroed pages, committed to `device`: `num_pages` and the scratch page before them.
 
-    Committed, because the results of a step are: jit compiles a second time for an argument that differs in that. No
-    step reads a slot that none has written; on CPUs memory is taken as pages are written, elsewhere they are zeros.
+    Committed, because the results of a step are: jit compiles a second time for an argument that differs in that. On
+    CPUs they take memory as they are written.
     """
     shape = num_pages + 1, page_size, kv_width
     make = functools.partial(jnp.zeros, shape, dtype, device=device)
-    if memory_native.why_not(device) is None:
-        make = functools.partial(memory_native.untouched, shape, dtype, device)
+    if memory_native.why_not(dtype, device) is None:
+        make = functools.partial(memory_native.zeros, shape, dtype, device)
     return KVCache(tuple(make() for _ in range(num_layers)), tuple(make() for _ in range(num_layers)))
 
 

@@ -90,7 +90,7 @@ class ModelRunner:
         self.reset_state()
 
     def reset_state(self) -> None:
-        """New KV pages of any content, row state of zeros, new host pages, no grammars; the old ones go first."""
+        """New KV pages and row state, all zero, new host pages, no grammars; the old ones are given up first."""
         self._delete_state()
         self._is_moving = False
         c, m = self.config, self._model_config
