@@ -626,7 +626,7 @@ def _check_sizes(config: EngineConfig, runner: EngineConfig) -> None:
         if getattr(config, name) > getattr(runner, name):
             raise ValueError(f"{name}={getattr(config, name)}, but the runner was made with {getattr(runner, name)}; "
                              "expected at most that")
-    if config.hit_granularity != runner.hit_granularity:
+    if (config.deterministic, config.hit_granularity) != (runner.deterministic, runner.hit_granularity):
         raise ValueError(f"deterministic={config.deterministic}, prefill_chunk_tokens={config.prefill_chunk_tokens}, but "
                          f"the runner was made with {runner.deterministic}, {runner.prefill_chunk_tokens}; expected the "
                          "same, since the shapes of its steps follow from them")

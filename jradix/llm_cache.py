@@ -53,7 +53,7 @@ class LLMCache:
           ttl_s: seconds after the last request through it when the protection ends; None: when `unpin` is called.
 
         Returns:
-          Tokens pinned.
+          Tokens pinned; with `deterministic` those of whole chunks, since no others are shared.
 
         Raises:
           PinError: beyond the budget (`max_pinned_fraction` of the pool), no positive time, or caching is off.
@@ -67,7 +67,7 @@ class LLMCache:
         params = SamplingParams(max_tokens=0, cache_namespace=cache_namespace)
         self._llm.generate([tokens.tolist()], params, on_error="raise", progress=False)
         cache.pin(tokens, namespace, ttl_s=ttl_s)
-        return len(tokens)
+        return len(tokens) - len(tokens) % cache.granularity
 
     @in_turn
     def unpin(self, prefix: Prefix, *, cache_namespace: Any = None) -> None:

@@ -19,7 +19,8 @@ from jradix.ops import matmul_native
 from jradix.outputs import RequestOutput
 from jradix.runner.runner import ModelRunner
 from jradix.sampling_params import SamplingParams
-from toy_engine import CPU, greedy, make_engine, run_all, toy_decoder, toy_lm, toy_runner
+from jradix.sched.scheduler import MAX_CHUNK_STEPS
+from toy_engine import CPU, drain, greedy, make_engine, run_all, toy_decoder, toy_lm, toy_runner
 
 GRID, PAGE = 8, 4
 NUM_OUTPUT = 10
@@ -191,3 +192,44 @@ def test_what_cannot_go_with_it_is_refused(wrong: dict[str, Any], text: str) -> 
 def test_engine_and_runner_must_agree() -> None:
     with pytest.raises(ValueError, match="deterministic=True, prefill_chunk_tokens=4, but the runner was made with"):
         fixed_engine(prefill_chunk_tokens=4)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_samples_that_outgrow_the_pool_one_after_the_other_all_end(overlap: bool) -> None:
+    """The first sample ends while decode rows are planned; the second one must be admitted in the same step."""
+    engine = fixed_engine(num_pages=10, overlap=overlap)
+    output, = run_all(engine, [[5, 6, 7, 8, 9, 10, 11, 12]], greedy(100, n=2))
+    assert [(len(sample.token_ids), sample.stop_reason) for sample in output.outputs] == [(33, "kv_capacity")] * 2
+
+
+def test_decoding_goes_on_beside_requests_that_only_need_their_prompts() -> None:
+    engine = fixed_engine()
+    name = engine.add_request([3, 4, 5], greedy(4))
+    for i in range(100):
+        engine.add_request([6, 7, i % 60 + 3], SamplingParams(max_tokens=0))
+    ended = 0
+    while True:
+        outputs = {out.request_id: out for out in engine.step()}
+        if name in outputs:
+            break
+        ended += len(outputs)
+    assert ended <= 5 * MAX_CHUNK_STEPS
+    drain(engine)
+
+
+def test_prompt_of_a_stalled_request_goes_on_when_decoding_gave_up_pages() -> None:
+    """A pin takes the pages that the older prompt lacks; the younger one, which decodes, is preempted for it."""
+    engine = fixed_engine(num_pages=16, max_num_seqs=2, reserve_tokens=0, max_model_len=64)
+    cached = list(range(3, 27))
+    run_all(engine, [cached], greedy(1))
+    older = engine.add_request([40 + i % 20 for i in range(33)], greedy(4))
+    younger = engine.add_request([*cached, 28], greedy(20))
+    for _ in range(3):
+        engine.step()
+    engine.cache.pin(np.array(cached, np.int32), engine.namespace(greedy()))
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {out.request_id: out for out in engine.step()}
+        engine.check_invariants()
+    assert len(outputs[older].outputs[0].token_ids) == 4 and outputs[older].outputs[0].stop_reason is None
+    assert len(outputs[younger].outputs[0].token_ids) == 20

@@ -242,6 +242,18 @@ def test_deterministic_explain_says_what_was_rounded_down(fixed: LLM) -> None:
     assert fixed.cache.explain("a" * 12 + "b" * 3).reason == "rounded down"
 
 
+@pytest.mark.parametrize("length, num_pinned", [(12, 0), (16, 16), (20, 16), (44, 32)])
+def test_deterministic_pin_protects_whole_chunks(fixed: LLM, length: int, num_pinned: int) -> None:
+    fixed.cache.clear()
+    assert fixed.cache.pin("p" * length) == num_pinned
+    assert fixed.stats()["cache"]["pinned_pages"] == num_pinned // 4
+    flood(fixed)
+    output, = fixed.generate(["p" * length + "q"], greedy(1))
+    assert output.num_cached_tokens == num_pinned
+    fixed.cache.unpin("p" * length)
+    assert fixed.stats()["cache"]["pins"] == 0
+
+
 def test_deterministic_snapshot_is_refused_by_other_engines(fixed: LLM, llm: LLM, tmp_path: Path) -> None:
     fixed.generate([SYSTEM], greedy(2))
     fixed.cache.save(tmp_path / "snapshot")

@@ -130,7 +130,7 @@ class Explanation:
       divergence: where the prompt leaves what the cache knows; None when it never does.
       eviction: what of it was evicted, None when nothing was.
       other_namespace: the longest match elsewhere, None when none is longer than here.
-      num_unused_tokens: further tokens whose KV is there, and is not used because hits are rounded down.
+      num_unused_tokens: further tokens that are known, and never used because hits are rounded down.
       granularity: hits are multiples of this many tokens.
     """
     num_tokens: int
@@ -216,12 +216,12 @@ def explain(cache: PrefixCache, tokens: Sequence[int] | np.ndarray, namespace: N
     if end.num_tokens < num_cached:
         end, gone = _End(None, 0, num_cached), None
     divergence = _divergence(end, tokens, tree.page_size, decode) if end.num_tokens < len(tokens) else None
-    num_known = min(end.num_tokens, longest) - num_cached
-    eviction, num_unused = None, 0
-    if gone is not None and num_known > 0:
-        eviction = Eviction(num_known, max(cache.clock() - gone.evicted_s, 0.0), gone.evicted_by)
-    elif cache.granularity > 1:
-        num_unused = num_known
+    num_known = min(end.num_tokens, longest)
+    num_usable = num_known - num_known % cache.granularity
+    num_unused = num_known - max(num_usable, num_cached)
+    eviction = None
+    if gone is not None and num_usable > num_cached:
+        eviction = Eviction(num_usable - num_cached, max(cache.clock() - gone.evicted_s, 0.0), gone.evicted_by)
     other = _other_namespace(tree, tokens[:longest], namespace, num_cached)
     reason = _reason(longest - num_cached, num_cached, num_unused, eviction, other, tree.page_size)
     return Explanation(len(tokens), num_cached, num_host, reason, divergence, eviction, other, num_unused,

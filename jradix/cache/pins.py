@@ -17,7 +17,7 @@ class Pin:
     """A protected prefix.
 
     Attributes:
-      tokens: int32[k], what is protected.
+      tokens: int32[k], what is protected, as far as it is shared.
       namespace: where.
       node: the locked node of the tree, at the end of the page in which the tokens end.
       ttl_s: seconds it lasts after each use; None: until it is taken back.
@@ -64,8 +64,8 @@ class Pins:
             raise PinError(f"a prefix of {num_tokens} tokens takes {wanted} pages, but at most {self.max_pages} may be "
                            "pinned in all; pin a shorter prefix, raise max_pinned_fraction or enlarge the pool")
 
-    def add(self, tokens: np.ndarray, match: Match, *, ttl_s: float | None = None) -> Pin:
-        """Pins what `match` found of `tokens`, which must be all of it.
+    def add(self, tokens: np.ndarray, match: Match, num_tokens: int, *, ttl_s: float | None = None) -> Pin:
+        """Pins the first `num_tokens` of `tokens`, all of which `match` must have found.
 
         A second pin of the same tokens replaces the first.
 
@@ -79,8 +79,8 @@ class Pins:
         num_found = match.num_tokens + match.num_host_pages * page_size
         if match.partial is not None:
             num_found += match.partial.num_tokens
-        if num_found < len(tokens):
-            raise PinError(f"only {num_found} of {len(tokens)} tokens are cached; compute the prefix first")
+        if num_found < num_tokens:
+            raise PinError(f"only {num_found} of {num_tokens} tokens are cached; compute the prefix first")
         old = self._find(tokens, match.namespace)
         node = self._tree.lock(match, with_partial=True)
         now = self._clock()

@@ -298,9 +298,13 @@ class PrefixCache:
     # -- the user's hand
 
     def pin(self, tokens: np.ndarray, namespace: Namespace = Namespace(), *, ttl_s: float | None = None) -> Pin:
-        """Protects what is cached of `tokens` from eviction, the page they end in included. See `Pins.add`."""
-        match = self.tree.match(tokens, namespace)
-        return self.pins.add(tokens, match, ttl_s=ttl_s)
+        """Protects `tokens` from eviction, the page they end in included; whole chunks of them with a `granularity`.
+
+        Raises:
+          PinError: as `Pins.add`.
+        """
+        num_shared = len(tokens) - len(tokens) % self.granularity
+        return self.pins.add(tokens, self.tree.match(tokens[:num_shared], namespace), num_shared, ttl_s=ttl_s)
 
     def evict(self, tokens: np.ndarray, namespace: Namespace = Namespace()) -> int:
         """Forgets all that begins with `tokens`, and the part of their own path that nothing else shares.
@@ -425,6 +429,7 @@ class PrefixCache:
         nothing has overwritten until then.
         """
         known_once = self._num_whole(match) + match.num_gone_tokens
+        known_once -= known_once % self.granularity
         num_host, room = match.num_host_pages, self.num_available_pages
         if room < num_host:
             self.tree.unlock(lease.node)

@@ -40,7 +40,8 @@ def shares_pending_prefix(request: Request, matched: int, running: Request, gran
         longest = request.first_logit
     else:
         longest = request.num_tokens - 1
-    return (running.num_computed < end <= min(longest, running.num_tokens) and running.is_prefilling
+    to_share = running.num_prompt if running.replays else running.num_tokens
+    return (running.num_computed < end <= min(longest, to_share) and running.is_prefilling
             and request.namespace is not None and request.namespace == running.namespace
             and request.tokens[matched] == running.tokens[matched]      # most pairs differ here already
             and np.array_equal(request.tokens[:end], running.tokens[:end]))

@@ -24,6 +24,8 @@ from jradix.sched.request import Request, RequestState
 from jradix.sched.sharing import shared_rows
 from jradix.sched.thrash_guard import ThrashGuard
 
+MAX_CHUNK_STEPS = 8     # between two decode steps, where a step is one or the other
+
 
 @dataclass(slots=True)
 class SchedulerCounters:
@@ -62,6 +64,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ended: list[Request] = []              # since the last take_ended
         self._admitted: list[Request] = []           # since the last plan
+        self._num_chunk_steps = 0                    # since the last decode step, where the two come apart
         self.thrash_guard = ThrashGuard(config.thrash_window_s, config.thrash_share, config.max_num_seqs, clock)
 
     # -- requests in and out
@@ -211,13 +214,24 @@ class Scheduler:
         return decode, prefill
 
     def _plan_apart(self) -> tuple[list[Row], list[Row]]:
-        """One chunk of one prompt, or else all decode rows: a token's place in a step does not depend on others."""
-        prefill: list[Row] = []
+        """One chunk of one prompt, or else all decode rows: a token's place in a step does not depend on others.
+
+        Chunks come first, as more rows decode together then, but only so many in a row.
+        """
+        prefill = self._plan_one_chunk() if self._num_chunk_steps < MAX_CHUNK_STEPS else []
+        decode = [] if prefill else self._plan_decode()
+        if not prefill and not decode:
+            prefill = self._plan_one_chunk()      # planning to decode may have given up what a prompt waits for
+        self._num_chunk_steps = self._num_chunk_steps + 1 if prefill else 0
+        return decode, prefill
+
+    def _plan_one_chunk(self) -> list[Row]:
+        rows: list[Row] = []
         for request in self._running:
-            if _needs_chunk(request) and self._add_chunk(prefill, request, self.config.prefill_chunk_tokens):
-                return [], prefill
-        self._admit(prefill, self.config.prefill_chunk_tokens)
-        return [] if prefill else self._plan_decode(), prefill
+            if _needs_chunk(request) and self._add_chunk(rows, request, self.config.prefill_chunk_tokens):
+                return rows
+        self._admit(rows, self.config.prefill_chunk_tokens)
+        return rows
 
     def _plan_decode(self) -> list[Row]:
         """Rows for all running requests that need one more token, oldest first; preempts the youngest when short."""

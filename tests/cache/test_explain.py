@@ -169,6 +169,20 @@ def test_explain_hits_by_chunks_agree_with_acquire(num_host_pages: int) -> None:
         cache.check_invariants()
 
 
+def test_explain_evicted_part_of_a_chunk_is_never_a_hit() -> None:
+    cache = make_cache(16)
+    cache.granularity = 4 * PAGE
+    text = "abcdefghijklmnopqrstuvwxyz0123456789"[:4 * PAGE]
+    run(cache, text)
+    fill(cache)
+    explanation = said(cache, text[:-1] + "!")
+    assert explanation.eviction is None and explanation.num_unused_tokens == len(text) - 1
+    lease = cache.acquire(encode(text[:-1] + "!"), NAMESPACE)
+    assert lease.num_evicted_tokens == 0
+    cache.release(lease)
+    assert said(cache, text + "!").eviction.num_tokens == len(text)
+
+
 def test_explain_evicted_prefix_names_policy_age_and_tokens() -> None:
     clock = Clock()
     cache = make_cache(16, clock=clock)
