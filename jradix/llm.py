@@ -177,14 +177,15 @@ class LLM:
         self.model_name = files.name
         self.memory_plan = plan
         weights_name = weights_fingerprint(files)
-        way = f" {self.config.hit_granularity}" if deterministic else ""
+        way = (f"chunks of {prefill_chunk_tokens} tokens, {max_num_seqs} rows, attention {attention or 'by default'}"
+               if deterministic else "")
         self.fingerprint = _digest(f"{weights_name} {self.tokenizer.fingerprint} {weight_dtype.name}{way}")
         self._identity = dict(
             weights=weights_name, config=_digest(repr(model_config)), tokenizer=self.tokenizer.fingerprint,
             weight_dtype=weight_dtype.name, kv_dtype=pool_dtype.name, page_size=page_size,
             num_layers=model_config.num_layers, num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
             groups=tuple(group.layers for group in model_config.kv_groups()),
-            hit_granularity=self.config.hit_granularity)
+            deterministic=way)
         self._runner = runner
         self.engine = Engine(
             runner, self.config, tokenizer=self.tokenizer,

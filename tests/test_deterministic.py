@@ -215,21 +215,3 @@ def test_decoding_goes_on_beside_requests_that_only_need_their_prompts() -> None
         ended += len(outputs)
     assert ended <= 5 * MAX_CHUNK_STEPS
     drain(engine)
-
-
-def test_prompt_of_a_stalled_request_goes_on_when_decoding_gave_up_pages() -> None:
-    """A pin takes the pages that the older prompt lacks; the younger one, which decodes, is preempted for it."""
-    engine = fixed_engine(num_pages=16, max_num_seqs=2, reserve_tokens=0, max_model_len=64)
-    cached = list(range(3, 27))
-    run_all(engine, [cached], greedy(1))
-    older = engine.add_request([40 + i % 20 for i in range(33)], greedy(4))
-    younger = engine.add_request([*cached, 28], greedy(20))
-    for _ in range(3):
-        engine.step()
-    engine.cache.pin(np.array(cached, np.int32), engine.namespace(greedy()))
-    outputs = {}
-    while engine.has_unfinished:
-        outputs |= {out.request_id: out for out in engine.step()}
-        engine.check_invariants()
-    assert len(outputs[older].outputs[0].token_ids) == 4 and outputs[older].outputs[0].stop_reason is None
-    assert len(outputs[younger].outputs[0].token_ids) == 20

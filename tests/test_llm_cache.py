@@ -257,7 +257,7 @@ def test_deterministic_pin_protects_whole_chunks(fixed: LLM, length: int, num_pi
 def test_deterministic_snapshot_is_refused_by_other_engines(fixed: LLM, llm: LLM, tmp_path: Path) -> None:
     fixed.generate([SYSTEM], greedy(2))
     fixed.cache.save(tmp_path / "snapshot")
-    with pytest.raises(SnapshotError, match="give the LLM the same deterministic and prefill_chunk_tokens"):
+    with pytest.raises(SnapshotError, match="give the LLM the same deterministic, prefill_chunk_tokens"):
         llm.load_cache(tmp_path / "snapshot")
     assert fixed.fingerprint != llm.fingerprint
 

@@ -1267,3 +1267,28 @@ def test_logit_rows_cover_each_wanted_position_of_every_prompt(overlap: bool) ->
             assert request.num_cached_tokens <= first_logit
         simulation.run()
         simulation.check_outputs()
+
+
+@both_ways
+@pytest.mark.parametrize("fixed", [{}, dict(deterministic=True)])
+def test_prompt_goes_on_with_the_pages_that_decoding_gave_up(overlap: bool, fixed: dict) -> None:
+    """A pin takes the room of the older prompt; the younger one, admitted first for its prefix, decodes until it
+    preempts itself. Its pages are enough for the older one, which must not be ended for want of room."""
+    simulation = Simulation(small_config(
+        page_size=4, num_pages=26, prefill_chunk_tokens=16, max_model_len=96, max_num_seqs=4, reserve_tokens=0,
+        overlap=overlap, max_pinned_fraction=1.0, shared_attention=False, jump_decoding=False, **fixed))
+    pinned, cached = np.array(prompt_of(49, 9)[:48], np.int32), prompt_of(20, 2)
+    for prompt in (pinned.tolist() + [1], cached):
+        simulation.add(prompt, 1)
+        simulation.run()
+    older, younger = simulation.add(prompt_of(40, 1), 4), simulation.add([*cached, 3], 60)
+    for _ in range(2):
+        simulation.step()
+    simulation.cache.pin(pinned)
+    while older.state is not RequestState.FINISHED:
+        simulation.step()
+    simulation.cache.pins.clear()
+    simulation.run()
+    assert (older.num_output, older.stop_reason) == (4, None)
+    assert younger.num_output > 4 and younger.num_preemptions > 0
+    simulation.check_outputs()

@@ -54,8 +54,7 @@ class SnapshotIdentity:
       weights, config, tokenizer: fingerprints.
       weight_dtype, kv_dtype: names of types.
       groups: layers that share page ids.
-      hit_granularity: tokens of the chunks that wrote the KV of a deterministic engine, so that it gives the same bits;
-        1 for any other.
+      deterministic: what the bits of a deterministic engine depend on, so that loaded KV is its own; "" for any other.
     """
     weights: str
     config: str
@@ -67,7 +66,7 @@ class SnapshotIdentity:
     num_kv_heads: int
     head_dim: int
     groups: tuple[tuple[int, ...], ...]
-    hit_granularity: int = 1
+    deterministic: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"groups": [list(layers) for layers in self.groups]}
@@ -80,7 +79,7 @@ _WHAT_TO_DO = {
     "weight_dtype": "give the LLM the same dtype",
     "kv_dtype": "give the LLM the same dtype, on the same kind of device",
     "page_size": "give the LLM the same page_size",
-    "hit_granularity": "give the LLM the same deterministic and prefill_chunk_tokens",
+    "deterministic": "give the LLM the same deterministic, prefill_chunk_tokens, max_num_seqs and attention",
 }
 
 
@@ -268,7 +267,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_identity(path: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
-    saved = {"hit_granularity": 1, **saved}      # the first snapshots did not name it
+    saved = {"deterministic": "", **saved}      # the first snapshots did not name it
     for name, value in expected.items():
         if saved[name] != value:
             what = _WHAT_TO_DO.get(name, "load it with the model it was saved with")
