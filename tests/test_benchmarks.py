@@ -110,6 +110,7 @@ def test_cache_overhead_fill_leaves_no_free_page_and_all_evictable(script: Scrip
     cache.check_invariants()
 
 
+@pytest.mark.slow
 def test_determinism_tiny_finds_equal_bits_and_the_price(script: Script, model: str) -> None:
     result = script("determinism", "--size", "tiny", "--reps", "1", "--workloads", "react", "--model", model,
                     *SMALL_ENGINE)
