@@ -5,7 +5,8 @@
 #                with them; make test-kernels-full adds the long forms of all tests of the kernels
 # make notebooks  executes notebooks/ with the embedded model and saves them with their outputs
 # make bench-env PEER=vllm   installs an engine to compare with (transformers, vllm, llama_cpp) beside $(VENV)
-# make bench     compares jradix with those that are installed, in about ten minutes; see benchmarks/README.md
+# make bench     compares jradix with those that are installed, its cache with none, and more, in ten to fifteen minutes;
+#                see benchmarks/README.md
 # CACHE_DIR=cache make demo starts from the prefix cache of an earlier such run, and saves it again.
 # PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.
 
@@ -56,8 +57,9 @@ bench-env:
 	$(PYTHON) benchmarks/peers/environments.py $(PEER) --root $(PEERS)
 
 bench: env
-	$(BIN)/python benchmarks/compare.py --size small --reps 3 --uncached jradix/float32 --uncached-reps 1 \
-		--quiet-s 120 --root $(PEERS)
+	$(BIN)/python benchmarks/compare.py --size small --reps 1 --uncached-reps 0 --quiet-s 60 --root $(PEERS)
+	$(BIN)/python benchmarks/prefix_reuse.py --workload mcts --size small --compare --repeats 1
+	$(BIN)/python benchmarks/determinism.py --workloads mcts --reps 1
 	$(BIN)/python benchmarks/scaling.py --size small
 
 # The compilers for GPUs and TPUs without their devices, of jax's own versions. They lie in a folder of their own: in
