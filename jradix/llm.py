@@ -59,7 +59,7 @@ class LLM:
       model: folder in Hugging Face format, `.gguf` file, folder written by `jradix convert`, hub id, or "demo".
       dtype: "float32", "bfloat16", "float16", or "auto": what is fastest on the device without losing range.
       page_size: tokens per KV page; None: 16.
-      kv_cache_bytes: size of the KV pool; None: by `memory_fraction`.
+      kv_cache_bytes: size of the KV pool; None: by `memory_fraction`. On CPUs its memory is taken as it is used.
       max_model_len: longest prompt plus output; None: the model's own limit, or the pool if that is smaller.
       max_num_seqs: requests that run at once; None: 32 on CPU, 256 elsewhere.
       prefill_chunk_tokens: prompt tokens per step; None: 512 on CPU, 2048 elsewhere.
