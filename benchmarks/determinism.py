@@ -21,7 +21,7 @@ from llm_runs import Run, add_llm_options, make_llm, run_workload, use_cache
 from report import print_result, print_table
 from workloads import WORKLOADS
 
-NUM_COMPARED = 8      # prompts of each workload whose bits are compared
+NUM_COMPARED = 4      # prompts of each workload whose bits are compared
 NUM_OUTPUT = 16
 
 
