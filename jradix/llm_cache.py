@@ -45,12 +45,14 @@ class LLMCache:
         self._llm = llm
 
     @in_turn
-    def pin(self, prefix: Prefix, ttl_s: float | None = None, *, cache_namespace: Any = None) -> int:
+    def pin(self, prefix: Prefix, ttl_s: float | None = None, *, cache_namespace: Any = None, owner: object = None
+            ) -> int:
         """Computes a prefix where it is not cached, and protects it from eviction.
 
         Args:
           prefix: a prefix of prompts to come; messages are rendered without an invitation to answer.
           ttl_s: seconds after the last request through it when the protection ends; None: when `unpin` is called.
+          owner: whose pin it is. Pinning again replaces the owner's pin of this prefix; those of others stay.
 
         Returns:
           Tokens pinned; with `deterministic` those of whole chunks, since no others are shared.
@@ -66,13 +68,13 @@ class LLMCache:
         cache.pins.check(len(tokens), ttl_s)
         params = SamplingParams(max_tokens=0, cache_namespace=cache_namespace)
         self._llm.generate([tokens.tolist()], params, on_error="raise", progress=False)
-        cache.pin(tokens, namespace, ttl_s=ttl_s)
+        cache.pin(tokens, namespace, ttl_s=ttl_s, owner=owner)
         return len(tokens) - len(tokens) % cache.granularity
 
     @in_turn
-    def unpin(self, prefix: Prefix, *, cache_namespace: Any = None) -> None:
-        """Ends the protection of exactly this prefix; it stays cached. Raises PinError when it is not pinned."""
-        self._cache.pins.remove(self._tokens(prefix), self._namespace(cache_namespace))
+    def unpin(self, prefix: Prefix, *, cache_namespace: Any = None, owner: object = None) -> None:
+        """Ends the owner's protection of exactly this prefix; it stays cached. Raises PinError when there is none."""
+        self._cache.pins.remove(self._tokens(prefix), self._namespace(cache_namespace), owner)
 
     @in_turn
     def evict(self, prefix: Prefix, *, cache_namespace: Any = None) -> int:

@@ -22,12 +22,14 @@ class Pin:
       node: the locked node of the tree, at the end of the page in which the tokens end.
       ttl_s: seconds it lasts after each use; None: until it is taken back.
       expires_s: when it ends, by the cache's clock.
+      owner: whose it is; owners do not see one another's pins.
     """
     tokens: np.ndarray
     namespace: Namespace
     node: Node
     ttl_s: float | None
     expires_s: float
+    owner: object = None
 
 
 class Pins:
@@ -64,10 +66,11 @@ class Pins:
             raise PinError(f"a prefix of {num_tokens} tokens takes {wanted} pages, but at most {self.max_pages} may be "
                            "pinned in all; pin a shorter prefix, raise max_pinned_fraction or enlarge the pool")
 
-    def add(self, tokens: np.ndarray, match: Match, num_tokens: int, *, ttl_s: float | None = None) -> Pin:
+    def add(self, tokens: np.ndarray, match: Match, num_tokens: int, *, ttl_s: float | None = None,
+            owner: object = None) -> Pin:
         """Pins the first `num_tokens` of `tokens`, all of which `match` must have found.
 
-        A second pin of the same tokens replaces the first.
+        A second pin of the same tokens by the same owner replaces the first.
 
         Raises:
           PinError: not all of it is cached, the time to live is no positive number, or the budget is exceeded; the
@@ -81,10 +84,11 @@ class Pins:
             num_found += match.partial.num_tokens
         if num_found < num_tokens:
             raise PinError(f"only {num_found} of {num_tokens} tokens are cached; compute the prefix first")
-        old = self._find(tokens, match.namespace)
+        old = self._find(tokens, match.namespace, owner)
         node = self._tree.lock(match, with_partial=True)
         now = self._clock()
-        pin = Pin(np.array(tokens, np.int32), match.namespace, node, ttl_s, math.inf if ttl_s is None else now + ttl_s)
+        pin = Pin(np.array(tokens, np.int32), match.namespace, node, ttl_s, math.inf if ttl_s is None else now + ttl_s,
+                  owner)
         others = [other for other in self._pins if other is not old]
         num_pages = self._count([*others, pin])
         if num_pages > self.max_pages:
@@ -97,10 +101,10 @@ class Pins:
         self._pins.append(pin)
         return pin
 
-    def remove(self, tokens: np.ndarray, namespace: Namespace) -> None:
-        """Takes a pin back. Raises PinError when these tokens are not pinned."""
+    def remove(self, tokens: np.ndarray, namespace: Namespace, owner: object = None) -> None:
+        """Takes a pin back. Raises PinError when its owner has not pinned these tokens."""
         self.expire()
-        pin = self._find(tokens, namespace)
+        pin = self._find(tokens, namespace, owner)
         if pin is None:
             raise PinError(f"these {len(tokens)} tokens are not pinned ({len(self._pins)} other pins are)")
         self._drop(pin)
@@ -128,9 +132,9 @@ class Pins:
             for pin in [pin for pin in self._pins if pin.expires_s <= now]:
                 self._drop(pin)
 
-    def _find(self, tokens: np.ndarray, namespace: Namespace) -> Pin | None:
-        return next((pin for pin in self._pins
-                     if pin.namespace == namespace and np.array_equal(pin.tokens, tokens)), None)
+    def _find(self, tokens: np.ndarray, namespace: Namespace, owner: object) -> Pin | None:
+        return next((pin for pin in self._pins if pin.owner is owner and pin.namespace == namespace
+                     and np.array_equal(pin.tokens, tokens)), None)
 
     def _drop(self, pin: Pin) -> None:
         self._pins.remove(pin)

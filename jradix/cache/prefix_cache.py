@@ -297,14 +297,16 @@ class PrefixCache:
 
     # -- the user's hand
 
-    def pin(self, tokens: np.ndarray, namespace: Namespace = Namespace(), *, ttl_s: float | None = None) -> Pin:
+    def pin(self, tokens: np.ndarray, namespace: Namespace = Namespace(), *, ttl_s: float | None = None,
+            owner: object = None) -> Pin:
         """Protects `tokens` from eviction, the page they end in included; whole chunks of them with a `granularity`.
 
         Raises:
           PinError: as `Pins.add`.
         """
         num_shared = len(tokens) - len(tokens) % self.granularity
-        return self.pins.add(tokens, self.tree.match(tokens[:num_shared], namespace), num_shared, ttl_s=ttl_s)
+        return self.pins.add(tokens, self.tree.match(tokens[:num_shared], namespace), num_shared, ttl_s=ttl_s,
+                             owner=owner)
 
     def evict(self, tokens: np.ndarray, namespace: Namespace = Namespace()) -> int:
         """Forgets all that begins with `tokens`, and the part of their own path that nothing else shares.

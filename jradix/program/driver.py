@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from jradix.errors import ProgramError
+from jradix.errors import PinError, ProgramError
 from jradix.outputs import RequestOutput
 from jradix.program.chat_frame import ChatFrame
 from jradix.program.selection import Selection
@@ -93,14 +93,15 @@ class Driver:
         """Keeps a prefix in the cache; states of the same text may do so at the same time. Raises PinError."""
         key, prefix = tokens.tobytes(), tokens.tolist()
         if prefix and not self._pins[key]:
-            self.llm.cache.pin(prefix)
+            self.llm.cache.pin(prefix, owner=self)
         self._pins[key] += 1
         try:
             yield
         finally:
             self._pins[key] -= 1
             if prefix and not self._pins[key]:
-                self.llm.cache.unpin(prefix)
+                with contextlib.suppress(PinError):     # taken away meanwhile by `cache.clear(unpin=True)`
+                    self.llm.cache.unpin(prefix, owner=self)
 
     def show(self, state: State, name: str | None, text: str) -> None:
         """New text of a state."""

@@ -50,7 +50,7 @@ class World:
     def num_cached(self, tokens: np.ndarray, namespace: Namespace = Namespace()) -> int:
         return self.cache.num_matching_tokens(np.append(tokens, 899_999).astype(np.int32), namespace)
 
-    def pin(self, tokens: np.ndarray, namespace: Namespace = Namespace(), **options: float | None) -> None:
+    def pin(self, tokens: np.ndarray, namespace: Namespace = Namespace(), **options: object) -> None:
         self.compute(tokens, namespace)
         self.cache.pin(tokens, namespace, **options)
         self.cache.check_invariants()
@@ -288,6 +288,21 @@ def test_expired_pin_does_not_count_against_the_budget() -> None:
 
 
 # -- taking back
+
+
+def test_pins_of_two_owners_end_apart() -> None:
+    world, ours, theirs = World(), object(), object()
+    world.pin(prefix(32), owner=ours)
+    world.cache.pin(prefix(32), ttl_s=5.0, owner=theirs)
+    assert (len(world.cache.pins), world.cache.pins.num_pages, world.cache.tree.root_locks()) == (2, 8, 2)
+    with pytest.raises(PinError, match="these 32 tokens are not pinned"):
+        world.cache.pins.remove(prefix(32), Namespace())
+    world.cache.pins.remove(prefix(32), Namespace(), theirs)
+    world.flood()
+    assert world.num_cached(prefix(32)) == 32
+    world.cache.pins.remove(prefix(32), Namespace(), ours)
+    world.cache.check_invariants()
+    assert world.cache.tree.num_locked_pages == 0
 
 
 def test_unpin_makes_evictable_and_a_second_time_is_an_error() -> None:

@@ -368,6 +368,19 @@ def test_state_pinned_text_stays_in_a_full_cache(llm: LLM) -> None:
     assert llm.stats()["cache"]["pins"] == 0
 
 
+def test_state_pinned_leaves_the_users_own_pin_of_the_same_text(llm: LLM) -> None:
+    s = jradix.start(llm, SHORT)
+    s += "keep this text, all of it."
+    with s.pinned():
+        ids = next(iter(llm.prefix_cache.pins._pins)).tokens.tolist()
+        llm.cache.pin(ids)
+        assert llm.stats()["cache"]["pins"] == 2
+    assert llm.stats()["cache"]["pins"] == 1
+    with s.pinned():
+        llm.cache.clear(unpin=True)
+    assert llm.stats()["cache"]["pins"] == 0
+
+
 @pytest.mark.parametrize("make, message", [
     (lambda: gen("x", n=2), "use s.fork"),
     (lambda: gen("x", max_token=2), "unknown setting 'max_token'"),
