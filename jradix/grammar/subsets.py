@@ -166,6 +166,9 @@ class Subsets:
                     steps += self._steps[at]
                     break
                 node, position, tail = self._terms[at]
+                if self._kinds[node] == "text":         # most terms are
+                    self._expand_text(node, position, tail, steps)
+                    break
                 self._expand(node, position, tail, steps)
                 if not self._may_end(node, position):
                     break
@@ -182,10 +185,8 @@ class Subsets:
             node, position, tail = stack.pop()
             kind = kinds[node]
             if kind == "text":
-                data = values[node]
-                if data:
-                    rest = term(node, position + 1, tail) if position + 1 < len(data) else tail
-                    steps.append((1 << data[position], rest))
+                if values[node]:
+                    self._expand_text(node, position, tail, steps)
             elif kind == "bytes":
                 if values[node]:
                     steps.append((values[node], tail))
@@ -215,6 +216,11 @@ class Subsets:
                     rest = self._product(node, sets, tail)
                     if rest is not None:
                         steps.append((mask, rest))
+
+    def _expand_text(self, node: int, position: int, tail: int, steps: Row) -> None:
+        data = self._values[node]
+        rest = tail if position + 1 == len(data) else self._term(node, position + 1, tail)
+        steps.append((1 << data[position], rest))
 
     def _expand_words(self, node: int, position: tuple[int, int, int], tail: int, steps: Row) -> None:
         """Position (first, end, depth): the sorted words from first to end agree in their first `depth` bytes."""
@@ -290,8 +296,13 @@ class Subsets:
         return set_id
 
     def _row_of(self, terms: tuple[int, ...]) -> Row:
-        if len(terms) == 1 and len(steps := self._steps_of(terms[0])) < 2:
-            return [(mask, self._set_of(rest)) for mask, rest in steps]
+        if len(terms) == 1:
+            steps = self._steps_of(terms[0])
+            if len(steps) < 2:
+                return [(mask, self._set_of(rest)) for mask, rest in steps]
+            row = self._row_of_disjoint(steps)
+            if row is not None:
+                return row
         by_mask: dict[int, list[int]] = {}
         num_steps = 0
         for term in terms:
@@ -319,6 +330,22 @@ class Subsets:
             masks[set_id] = masks[set_id] | mask if set_id in masks else mask
             num_steps += len(rests)
         self._spend(num_steps + 4)
+        return [(mask, set_id) for set_id, mask in masks.items()]
+
+    def _row_of_disjoint(self, steps: Row) -> Row | None:
+        """The row of steps whose masks are disjoint, as most are; None for others."""
+        union = 0
+        for mask, _ in steps:
+            if union & mask:
+                return None
+            union |= mask
+        masks, set_ids = dict[int, int](), self._set_ids
+        for mask, rest in steps:
+            set_id = set_ids.get(rest)
+            if set_id is None:
+                set_id = self._set_of(rest)
+            masks[set_id] = masks[set_id] | mask if set_id in masks else mask
+        self._spend(2 * len(steps) + 4)
         return [(mask, set_id) for set_id, mask in masks.items()]
 
     def _disjoint(self, by_mask: dict[int, list[int]]) -> list[tuple[int, list[int]]]:
