@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import time
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -75,6 +76,7 @@ def print_table(title: str, rows: Sequence[Sequence[Any]], notes: Sequence[str] 
                                for column, (cell, width) in enumerate(zip(row, widths))))
     for note in notes:
         print(f"  {note}")
+    sys.stdout.flush()      # into a file, the next part may take an hour
 
 
 def print_result(name: str, result: dict[str, Any], device: str | None = None) -> None:

@@ -16,7 +16,9 @@ goal is missed or an invalid document was accepted.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +27,9 @@ from typing import Any, NamedTuple
 import structured_coverage
 from jradix.errors import GrammarError
 from jradix.grammar.compiler import compile_grammar
-from jradix.grammar.vocabulary import Vocabulary, vocabulary_of
 from jradix.llm import LLM
 from jradix.model_files import resolve
 from jradix.sampling_params import SamplingParams
-from jradix.tokenizer import Tokenizer
 from llm_runs import add_llm_options, make_llm
 from report import Watch, print_result, print_table, summarise
 from workloads import JSON_MAX_TOKENS, JSON_PROMPT, PRODUCT_SCHEMA, PRODUCTS
@@ -40,6 +40,7 @@ MAX_PASSES = {"compact": 0.78, "spaced": 0.70}
 MAX_GRAMMAR_COST = 1.03
 SEPARATORS: dict[str, Any] = {"compact": "compact", "spaced": (", ", ": ")}
 NUM_GRAMMARS = 32
+NUM_GROUPS = 383        # of the test suite
 
 
 class Run(NamedTuple):
@@ -58,31 +59,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder with json_schemas.jsonl and the JSON schema test suite")
     parser.add_argument("--every", type=int, default=1, help="only every n-th schema")
     parser.add_argument("--repeats", type=int, help="turns of each kind; default 5, tiny 1")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)),
+                        help="processes for schemas, at a time")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--markdown", type=Path, help="also write them as a table")
     options = parser.parse_args(argv)
     repeats = options.repeats or (1 if options.size == "tiny" else 5)
     rows: list[Figure] = []
-    code = 0
+    result: dict[str, Any] = dict(size=options.size, model=options.model)
+
+    def add(found: list[Figure]) -> None:
+        """Prints and keeps the figures of a part, so that an interrupt costs no other part's."""
+        rows.extend(found)
+        print_table("structured output", [("", "measured", "goal", "holds"),
+                                          *((row.name, row.value, row.goal, row.holds) for row in found)])
+        result.update(figures=[row._asdict() for row in rows], all_hold=all(row.holds is not False for row in rows))
+        if options.markdown:
+            options.markdown.write_text(markdown(rows), encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
     if "model" in options.part:
-        rows += model_figures(options, repeats)
+        add(model_figures(options, repeats))
     if "passes" in options.part and options.data:
-        rows += passes_figures(options)
-    result = dict(size=options.size, model=options.model, figures=[row._asdict() for row in rows],
-                  all_hold=all(row.holds is not False for row in rows))
-    table = [("", "measured", "goal", "holds"), *((row.name, row.value, row.goal, row.holds) for row in rows)]
-    if rows:
-        print_table("structured output", table)
-    if options.markdown:
-        options.markdown.write_text(markdown(rows), encoding="utf-8")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        add(passes_figures(options))
     if "coverage" in options.part and options.data:
-        code = structured_coverage.main([
-            "--data", str(options.data), "--every", str(options.every), "--tokenizer",
-            options.tokenizer or options.model, "--libraries", *structured_coverage.LIBRARIES])
+        result["coverage"] = structured_coverage.coverage(structured_coverage.read_options([
+            "--data", str(options.data), "--every", str(options.every), "--workers", str(options.workers),
+            "--tokenizer", options.tokenizer or options.model, "--libraries", *structured_coverage.LIBRARIES]))
+        add(coverage_figures(result["coverage"]))
     print_result("structured", result)
-    return code or int(not result["all_hold"])
+    return int(not result["all_hold"])
 
 
 class Figure(NamedTuple):
@@ -181,45 +188,48 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Run
 def passes_figures(options: argparse.Namespace) -> list[Figure]:
     """Passes per token of valid documents under their strict schemas, over all tokens."""
     path = Path(resolve(options.tokenizer or options.model).path)
-    vocabulary = vocabulary_of(Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path))
-    options.first, options.only = 0, ""
-    rows = []
+    schemas = itertools.islice(structured_coverage.real_schemas(options.data), None, None, options.every)
+    rows, schemas = [], list(schemas)
     for name, whitespace in SEPARATORS.items():
-        num_tokens = num_forced = num_documents = 0
-        for _, schema, tests in structured_coverage.chosen(structured_coverage.real_schemas(options.data), options):
-            found = forced_share(schema, [document for document, valid in tests if valid], vocabulary, whitespace)
-            num_documents += found[0]
-            num_tokens += found[1]
-            num_forced += found[2]
+        shares = [share for _, share in structured_coverage.in_workers(ForcedShare(path, whitespace), schemas,
+                                                                       options.workers)]
+        num_documents, num_tokens, num_forced = (sum(counts) for counts in zip(*shares))
         rows.append(at_most(f"passes per token, strict schemas, {name} ({num_documents} documents)",
                             1 - num_forced / max(num_tokens, 1), MAX_PASSES[name]))
     return rows
 
 
-def forced_share(schema: Any, documents: list[Any], vocabulary: Vocabulary, whitespace: Any) -> tuple[int, int, int]:
-    """Documents that the strict schema allows, their canonical tokens, and how many of these are forced."""
-    try:
-        grammar = compile_grammar(json_schema=schema, vocabulary=vocabulary, strict=True, engine="dfa",
-                                  whitespace=whitespace)
-    except GrammarError:
-        return 0, 0, 0
-    counts = [0, 0, 0]
-    places = {name: place for place, name in enumerate(dict.fromkeys(declared_names(schema)))}
-    separators = (",", ":") if whitespace == "compact" else whitespace
-    for document in documents:
-        text = json.dumps(in_order(document, places), ensure_ascii=False, separators=separators)
-        if not grammar.accepts(text):
-            continue
-        ids = vocabulary.encode(text)
-        if b"".join(vocabulary.token_bytes[i] or b"" for i in ids) != text.encode():
-            continue        # a character that no token spells
-        counts[0] += 1
-        state = 0
-        for token in ids:
-            counts[1] += 1
-            counts[2] += int(grammar.tables.forced_token[state] == token)
-            state = grammar.tables.advance(state, token)
-    return counts[0], counts[1], counts[2]
+class ForcedShare(NamedTuple):
+    """Of a schema with its documents: those that the strict schema allows, their canonical tokens, and how many of
+    these are forced."""
+    tokenizer: Path
+    whitespace: Any
+
+    def __call__(self, row: structured_coverage.Row) -> tuple[int, int, int]:
+        _, schema, tests = row
+        vocabulary = structured_coverage.read_vocabulary(self.tokenizer)
+        try:
+            grammar = compile_grammar(json_schema=schema, vocabulary=vocabulary, strict=True, engine="dfa",
+                                      whitespace=self.whitespace)
+        except GrammarError:
+            return 0, 0, 0
+        num_documents = num_tokens = num_forced = 0
+        places = {name: place for place, name in enumerate(dict.fromkeys(declared_names(schema)))}
+        separators = (",", ":") if self.whitespace == "compact" else self.whitespace
+        for document in (document for document, valid in tests if valid):
+            text = json.dumps(in_order(document, places), ensure_ascii=False, separators=separators)
+            if not grammar.accepts(text):
+                continue
+            ids = vocabulary.encode(text)
+            if b"".join(vocabulary.token_bytes[i] or b"" for i in ids) != text.encode():
+                continue        # a character that no token spells
+            num_documents += 1
+            state = 0
+            for token in ids:
+                num_tokens += 1
+                num_forced += int(grammar.tables.forced_token[state] == token)
+                state = grammar.tables.advance(state, token)
+        return num_documents, num_tokens, num_forced
 
 
 def declared_names(schema: Any) -> Iterator[str]:
@@ -241,6 +251,49 @@ def in_order(value: Any, places: dict[str, int]) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: in_order(value[key], places) for key in sorted(value, key=lambda key: places.get(key, len(places)))}
+
+
+# -- coverage
+
+
+def coverage_figures(found: dict[str, Any]) -> list[Figure]:
+    """The figures of `structured_coverage` that have a goal, and those of other libraries beside them."""
+    goals, rows = structured_coverage.GOALS, []
+    for part, title in (("schemas", "real schemas"), ("suite", "groups of the test suite")):
+        for library in structured_coverage.LIBRARIES:
+            each = found.get(part if library == "jradix" else f"{library}_{part}")
+            if not each or not each["total"]:
+                continue
+            right, total = each.get("right", 0), each["total"]
+            name, wrong = f"{library}: {title}, {total}", float(each.get("invalid_accepted", 0))
+            if library != "jradix":
+                rows += [Figure(f"{name}: right", right), Figure(f"{name}: accept invalid documents", wrong)]
+            elif part == "schemas":
+                rows += [at_least(f"{name}: share right", right / total, goals["right_share"]),
+                         at_least(f"{name}: share of these by automaton", each["right_by_dfa"] / max(right, 1),
+                                  goals["by_dfa_share"]), at_most(f"{name}: accept invalid documents", wrong, 0)]
+            else:       # the goal is for all of its groups
+                rows += [at_least(f"{name}: right", right, goals["suite_right"] * total // NUM_GROUPS),
+                         at_most(f"{name}: accept invalid documents", wrong, 0)]
+    for part, title in (("tables_strict", "strict"), ("tables_as_is", "as they are")):
+        each = found.get(part, {})
+        if "seconds" not in each:
+            continue
+        seconds, sizes = each["seconds"], each["table_bytes"]
+        is_strict, name = part == "tables_strict", f"tables, schemas {title}"
+        rows.append(at_most(f"{name}: CPU seconds, median", seconds.median,
+                            goals["strict_median_s" if is_strict else "as_is_median_s"]))
+        rows.append(at_most(f"{name}: CPU seconds, longest", each["max_s"], goals["longest_s"]))
+        rows.append(at_most(f"{name}: peak bytes of a process", each["peak_bytes"], goals["peak_bytes"]))
+        if is_strict:
+            rows += [at_most(f"{name}: CPU seconds, 90th percentile", seconds.p90, goals["strict_p90_s"]),
+                     at_most(f"{name}: bytes, median", sizes.median, goals["strict_median_bytes"]),
+                     at_most(f"{name}: bytes, 90th percentile", sizes.p90, goals["strict_p90_bytes"])]
+    starts = found.get("matcher_starts", {})
+    if "p99_s" in starts:
+        rows.append(at_most(f"matcher's first mask, {starts['total'] - starts['refused']} schemas that it follows: CPU "
+                            "seconds, 99th percentile", starts["p99_s"], goals["start_p99_s"]))
+    return rows
 
 
 if __name__ == "__main__":

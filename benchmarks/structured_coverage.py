@@ -1,6 +1,6 @@
 """Coverage of JSON schemas and time to compile them: real schemas with their documents, and the official test suite.
 
-    python benchmarks/structured_coverage.py --data ../shared/data [--every 8] [--only ID] [--show]
+    python benchmarks/structured_coverage.py --data ../shared/data [--every 8] [--only ID] [--show] [--workers 2]
                                              [--libraries jradix llguidance]
     python benchmarks/structured_coverage.py --data ../shared/data --which tables --smollm2 [--every 8]
 
@@ -11,27 +11,34 @@ reason, never as right; so is one with a valid document deeper than a depth-limi
 when jradix accepted an invalid document.
 
 `--libraries` judges llguidance, xgrammar and outlines-core as well, where they are installed. `tables` measures how
-long automaton and token tables take for a vocabulary, as the schemas are and with strict=True, and what they cost in
-bytes.
+long automaton and token tables take for a vocabulary, as the schemas are and with strict=True, what they cost in bytes,
+and how long the matcher takes to its first mask. All times are CPU time of the process a schema is compiled in, of which `--workers` run at a time; each part
+starts with new ones, so that their peak memory is its own.
 """
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import re
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from grammar_walks import ENGINES, DfaWalk, MatcherWalk, Refused, Serialiser, TooManyOrders, Walk
 from jradix.errors import GrammarError, GrammarTooLarge
 from jradix.grammar.compiler import Grammar, compile_grammar
 from jradix.grammar.json_schema import MIN_FREE_DEPTH
-from jradix.grammar.matcher import ByteWalker
+from jradix.grammar.matcher import ByteWalker, MatcherPool
 from jradix.grammar.vocabulary import Vocabulary, vocabulary_of
 from jradix.model_files import resolve
 from jradix.tokenizer import Tokenizer
@@ -40,9 +47,10 @@ from report import print_result, print_table, summarise
 LIBRARIES = ("jradix", *ENGINES)
 Tests = list[tuple[Any, bool]]
 Row = tuple[str, Any, Tests]
+Found = TypeVar("Found")
 GOALS = dict(right_share=0.95, by_dfa_share=0.85, suite_right=230, strict_median_s=0.1, strict_p90_s=2.0,
              as_is_median_s=0.5, longest_s=20.0, peak_bytes=1 << 30, strict_median_bytes=1_500_000,
-             strict_p90_bytes=15_000_000)
+             strict_p90_bytes=15_000_000, start_p99_s=0.05)
 
 
 class Verdict(NamedTuple):
@@ -90,7 +98,7 @@ def judge_documents(walk: Walk, tests: Tests, is_depth_limited: bool = False) ->
 
 
 def judge_other(compile_schema: Callable[[Any], Walk], schema: Any, tests: Tests) -> Verdict:
-    """The same with another library."""
+    """What came of one schema with another library."""
     started = time.process_time()
     try:
         walk = compile_schema(schema)
@@ -102,6 +110,103 @@ def judge_other(compile_schema: Callable[[Any], Walk], schema: Any, tests: Tests
     except GrammarError as error:               # it gave up on a document
         verdict, reason = "too large", str(error)
     return Verdict(verdict, reason, seconds, "other")
+
+
+class Ours(NamedTuple):
+    """Judges rows with jradix."""
+    options: dict[str, Any]
+    limit: str
+
+    def __call__(self, row: Row) -> Verdict:
+        return judge(row[1], row[2], self.options, self.limit)
+
+
+class Other(NamedTuple):
+    """Judges rows with another library, which each process opens once."""
+    library: str
+
+    def __call__(self, row: Row) -> Verdict:
+        return judge_other(_opened(self.library), row[1], row[2])
+
+
+@functools.cache
+def _opened(library: str) -> Callable[[Any], Walk]:
+    compile_schema = ENGINES[library]()
+    assert compile_schema is not None, library
+    return compile_schema
+
+
+class Sized(NamedTuple):
+    """What became of one schema with its token tables: the engine or the refusal, what it cost, and the most memory
+    its process has held so far."""
+    engine: str
+    is_refused: bool
+    seconds: float
+    num_states: int
+    num_rows: int
+    table_bytes: int
+    peak_bytes: int
+
+
+class Tables(NamedTuple):
+    """Compiles rows for the vocabulary of a tokenizer, and returns no more than sizes: all tables would be the peak."""
+    tokenizer: Path
+    options: dict[str, Any]
+
+    def __call__(self, row: Row) -> Sized:
+        vocabulary = read_vocabulary(self.tokenizer)
+        started = time.process_time()
+        grammar: Grammar | None = None
+        try:
+            grammar = compile_grammar(json_schema=row[1], vocabulary=vocabulary, **self.options)
+            engine = grammar.engine
+        except GrammarError as error:
+            engine = type(error).__name__
+        seconds = time.process_time() - started
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        sizes = (0, 0, 0) if grammar is None else (grammar.num_states, grammar.num_rows, grammar.table_bytes)
+        return Sized(engine, grammar is None, seconds, *sizes, peak)
+
+
+class Starts(NamedTuple):
+    """CPU seconds until the matcher has made a row's first mask, as with `grammar_start="matcher"`; None: it refuses."""
+    tokenizer: Path
+
+    def __call__(self, row: Row) -> float | None:
+        pool = _matchers(self.tokenizer)
+        started = time.process_time()
+        try:
+            source = compile_grammar(json_schema=row[1], engine="matcher").matcher
+            pool.check(source)
+            pool.start(source).mask()
+        except GrammarError:
+            return None
+        return time.process_time() - started
+
+
+@functools.cache
+def _matchers(tokenizer: Path) -> MatcherPool:
+    """A pool that has served a grammar: what it and the library make once is made."""
+    pool = MatcherPool(read_vocabulary(tokenizer))
+    source = compile_grammar(json_schema={"type": "object"}, engine="matcher").matcher
+    pool.check(source)
+    pool.start(source).mask()
+    return pool
+
+
+@functools.cache
+def read_vocabulary(path: Path) -> Vocabulary:
+    return vocabulary_of(Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path))
+
+
+def in_workers(one: Callable[[Row], Found], rows: Iterable[Row], num_workers: int) -> Iterator[tuple[Row, Found]]:
+    """Rows with what `one` makes of each, in order, by new processes; in this one where it is to be one."""
+    if num_workers == 1:
+        yield from ((row, one(row)) for row in rows)
+        return
+    rows = list(rows)
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        yield from zip(rows, pool.map(one, rows))
 
 
 def nesting(value: Any) -> int:
@@ -138,12 +243,11 @@ def reason_in_short(reason: str) -> str:
     return f"{keyword}: {re.sub(r'[0-9,]+', 'N', re.sub(chr(39) + '.*?' + chr(39), '...', text))[:70]}"
 
 
-def measure(title: str, rows: Iterator[Row], arguments: argparse.Namespace,
-            one: Callable[[Any, Tests], Verdict]) -> dict[str, Any]:
+def measure(title: str, rows: Iterator[Row], arguments: argparse.Namespace, one: Callable[[Row], Verdict]
+            ) -> dict[str, Any]:
     """Judges rows, prints the table and returns the figures."""
     found = []
-    for name, schema, tests in chosen(rows, arguments):
-        verdict = one(schema, tests)
+    for (name, _, _), verdict in in_workers(one, chosen(rows, arguments), arguments.workers):
         found.append(verdict)
         if arguments.show and (verdict.verdict != "right" or verdict.seconds > 2):
             print(f"{verdict.verdict} {verdict.seconds:.2f} s {verdict.engine} {verdict.num_states} {name}: "
@@ -168,53 +272,36 @@ def measure(title: str, rows: Iterator[Row], arguments: argparse.Namespace,
                 max_s=longest, refusals=dict(refusals))
 
 
-def measure_tables(title: str, rows: Iterator[Row], arguments: argparse.Namespace, vocabulary: Vocabulary,
-                   options: dict[str, Any]) -> dict[str, Any]:
+def measure_tables(title: str, rows: Iterator[Row], arguments: argparse.Namespace, one: Callable[[Row], Sized]
+                   ) -> dict[str, Any]:
     """CPU time and bytes of automata with their token tables; matchers and refusals count with the time they took."""
-    seconds: list[float] = []
-    grammars: list[tuple[str, SizedGrammar]] = []
-    refused: Counter[str] = Counter()
-    for name, schema, _ in chosen(rows, arguments):
-        started = time.process_time()
-        grammar: Grammar | None
-        try:
-            grammar = compile_grammar(json_schema=schema, vocabulary=vocabulary, **options)
-        except GrammarError as error:
-            refused[type(error).__name__] += 1
-            grammar = None
-        seconds.append(time.process_time() - started)
-        if arguments.show and seconds[-1] > 2:
-            print(f"{seconds[-1]:.2f} s {grammar.engine if grammar else 'refused'} {name}", flush=True)
-        if grammar is not None:
-            # Without its arrays: all grammars together would be the peak memory.
-            grammars.append((grammar.engine, SizedGrammar(grammar.num_states, grammar.num_rows, grammar.table_bytes)))
-    if not grammars:
-        return dict(total=0)
-    time_s, sizes = summarise(seconds), [size for engine, size in grammars if engine.startswith("dfa")]
+    found = []
+    for (name, _, _), each in in_workers(one, chosen(rows, arguments), arguments.workers):
+        found.append(each)
+        if arguments.show and each.seconds > 2:
+            print(f"{each.seconds:.2f} s {each.engine} {name}", flush=True)
+    engines = Counter(each.engine for each in found if not each.is_refused)
+    refused = Counter(each.engine for each in found if each.is_refused)
+    sizes = [each for each in found if each.engine.startswith("dfa")]
+    if not sizes:
+        return dict(total=len(found), engines=dict(engines), refused=dict(refused))
+    seconds, peak = [each.seconds for each in found], max(each.peak_bytes for each in found)
+    time_s = summarise(seconds)
     table_bytes = summarise([size.table_bytes for size in sizes])
     states, mask_rows = summarise([size.num_states for size in sizes]), summarise([size.num_rows for size in sizes])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    engines = Counter(engine for engine, _ in grammars)
     print_table(title, [("", "median", "p90", "max"),
                         ("CPU seconds", time_s.median, time_s.p90, max(seconds)),
                         ("table bytes", table_bytes.median, table_bytes.p90, max(size.table_bytes for size in sizes)),
                         ("states", states.median, states.p90, max(size.num_states for size in sizes)),
                         ("mask rows", mask_rows.median, mask_rows.p90, max(size.num_rows for size in sizes))],
                 [f"{len(seconds)} schemas: {dict(engines)}, refused {dict(refused)}",
-                 f"peak memory of the process {peak / 1e6:,.0f} MB"])
+                 f"peak memory of a process {peak / 1e6:,.0f} MB"])
     return dict(total=len(seconds), engines=dict(engines), refused=dict(refused), seconds=time_s, max_s=max(seconds),
                 table_bytes=table_bytes, max_table_bytes=max(size.table_bytes for size in sizes), states=states,
                 rows=mask_rows, peak_bytes=peak)
 
 
-class SizedGrammar(NamedTuple):
-    """How large a grammar is."""
-    num_states: int
-    num_rows: int
-    table_bytes: int
-
-
-def main(argv: list[str] | None = None) -> int:
+def read_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with json_schemas.jsonl and the suite")
     parser.add_argument("--which", choices=("schemas", "suite", "tables", "all"), default="all")
@@ -226,41 +313,63 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES[:1], help="whose coverage")
     parser.add_argument("--tokenizer", help="GGUF file or model folder whose vocabulary the tables are for")
     parser.add_argument("--smollm2", action="store_true", help="tables for the vocabulary of the demo model")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that work at a time")
+    return parser.parse_args(argv)
+
+
+def measure_starts(title: str, rows: Iterator[Row], arguments: argparse.Namespace, one: Callable[[Row], float | None]
+                   ) -> dict[str, Any]:
+    """CPU time of the rows that the matcher follows; the others wait for their tables."""
+    found = [seconds for _, seconds in in_workers(one, chosen(rows, arguments), arguments.workers)]
+    seconds = [each for each in found if each is not None]
+    if not seconds:
+        return dict(total=len(found), refused=len(found))
+    time_s, p99 = summarise(seconds), float(np.quantile(seconds, 0.99))
+    print_table(title, [("", "median", "p90", "p99", "max"), ("CPU seconds", *time_s, p99, max(seconds))],
+                [f"{len(found)} schemas, of which the matcher refuses {len(found) - len(seconds)}"])
+    return dict(total=len(found), refused=len(found) - len(seconds), seconds=time_s, p99_s=p99, max_s=max(seconds))
+
+
+def main(argv: list[str] | None = None) -> int:
+    result = coverage(read_options(argv))
+    print_result("structured_coverage", result)
+    return int(accepts_invalid(result))
+
+
+def accepts_invalid(result: dict[str, Any]) -> bool:
+    """Whether jradix accepted an invalid document."""
+    return any(result.get(part, {}).get("invalid_accepted") for part in ("schemas", "suite", "suite_formats_off"))
+
+
+def coverage(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of every part that the options name, by part; of other libraries by library and part."""
     result: dict[str, Any] = dict(goals=GOALS)
     parts = ("schemas", "suite", "tables") if arguments.which == "all" else (arguments.which,)
-
-    def ours(**options: Any) -> Callable[[Any, Tests], Verdict]:
-        return lambda schema, tests: judge(schema, tests, options, arguments.engine)
-
+    ours = Ours({}, arguments.engine)
     if "schemas" in parts and "jradix" in arguments.libraries:
-        result["schemas"] = measure("real schemas", real_schemas(arguments.data), arguments, ours())
+        result["schemas"] = measure("real schemas", real_schemas(arguments.data), arguments, ours)
     if "suite" in parts and "jradix" in arguments.libraries:
-        result["suite"] = measure("test suite, draft 2020-12", suite_groups(arguments.data), arguments, ours())
+        result["suite"] = measure("test suite, draft 2020-12", suite_groups(arguments.data), arguments, ours)
         result["suite_formats_off"] = measure("test suite, formats as annotations", suite_groups(arguments.data),
-                                              arguments, ours(formats=False))
+                                              arguments, ours._replace(options=dict(formats=False)))
     for name in arguments.libraries:
         if name == "jradix":
             continue
-        compile_schema = ENGINES[name]()
-        if compile_schema is None:
+        if ENGINES[name]() is None:
             print(f"{name}: not installed, left out")
             continue
         for part, rows in (("schemas", real_schemas), ("suite", suite_groups)):
             if part in parts:
-                result[f"{name}_{part}"] = measure(
-                    f"{name}, {part}", rows(arguments.data), arguments,
-                    lambda schema, tests, engine=compile_schema: judge_other(engine, schema, tests))
+                result[f"{name}_{part}"] = measure(f"{name}, {part}", rows(arguments.data), arguments, Other(name))
     model = arguments.tokenizer or ("demo" if arguments.smollm2 else None)
     if "tables" in parts and model:
-        path = Path(resolve(model).path)
-        vocabulary = vocabulary_of(Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path))
+        tables = Tables(Path(resolve(model).path), dict(engine=arguments.engine))
         for title, options in (("tables, strict=True", dict(strict=True)), ("tables, schemas as they are", {})):
             result["tables_strict" if options else "tables_as_is"] = measure_tables(
-                title, real_schemas(arguments.data), arguments, vocabulary, options | dict(engine=arguments.engine))
-    print_result("structured_coverage", result)
-    ours_parts = ("schemas", "suite", "suite_formats_off")
-    return int(any(result.get(part, {}).get("invalid_accepted") for part in ours_parts))
+                title, real_schemas(arguments.data), arguments, tables._replace(options=tables.options | options))
+        result["matcher_starts"] = measure_starts("start on the matcher", real_schemas(arguments.data), arguments,
+                                                  Starts(tables.tokenizer))
+    return result
 
 
 if __name__ == "__main__":
