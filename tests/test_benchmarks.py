@@ -151,6 +151,28 @@ def test_structured_coverage_judges_other_libraries_and_outlives_their_refusals(
         assert coverage.judge_other(engine, True, []).verdict in ("refused", "right")
 
 
+def test_structured_coverage_finds_the_same_in_several_processes(script: Script, tmp_path: Path) -> None:
+    closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    rows = [("right", closed, [({"a": 1}, True), ({"b": 1}, False)]), ("refused", {"format": "regex"}, [("a", True)]),
+            ("wrong by its tests", {"type": "null"}, [(1, True)])]
+    tests = [dict(id=name, schema=schema, tests=[dict(data=data, valid=valid) for data, valid in documents])
+             for name, schema, documents in rows]
+    (tmp_path / "json_schemas.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
+    suite = tmp_path / "json_schema_test_suite"
+    suite.mkdir()
+    (suite / "kind.json").write_text(json.dumps([
+        dict(description=row["id"], schema=row["schema"], tests=row["tests"]) for row in tests[:1]]))
+    found = [script("structured_coverage", "--data", str(tmp_path), "--workers", workers, "--libraries", "jradix",
+                    "llguidance") for workers in ("1", "2")]
+    for result in found:
+        assert (result["schemas"]["right"], result["schemas"]["refused"], result["schemas"]["valid_refused"]) == (1, 1, 1)
+        assert result["suite"]["total"] == result["suite"]["right"] == result["llguidance_suite"]["right"] == 1
+    figures = {row.name: row for row in importlib.import_module("structured").coverage_figures(found[1])}
+    assert figures["jradix: real schemas, 3: share right"].holds is False
+    assert figures["jradix: real schemas, 3: accept invalid documents"].holds
+    assert figures["llguidance: groups of the test suite, 1: right"].value == 1
+
+
 def test_scaling_of_tables_is_that_of_the_states(script: Script) -> None:
     result = script("scaling", "--size", "tiny", "--repeats", "1", "--part", "states", "--model", "demo")
     seconds, table_bytes = result["series"]
