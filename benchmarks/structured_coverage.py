@@ -45,6 +45,7 @@ from jradix.tokenizer import Tokenizer
 from report import print_result, print_table, summarise
 
 LIBRARIES = ("jradix", *ENGINES)
+MAX_SECONDS = {"outlines-core": 20.0}       # for a schema and its documents; some take it hours (strings up to 1,024)
 Tests = list[tuple[Any, bool]]
 Row = tuple[str, Any, Tests]
 Found = TypeVar("Found")
@@ -122,11 +123,27 @@ class Ours(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Judges rows with another library, which each process opens once."""
+    """Judges rows with another library, which each process opens once; within MAX_SECONDS where that is needed."""
     library: str
 
     def __call__(self, row: Row) -> Verdict:
-        return judge_other(_opened(self.library), row[1], row[2])
+        compile_schema, max_s = _opened(self.library), MAX_SECONDS.get(self.library)
+        if max_s is None:
+            return judge_other(compile_schema, row[1], row[2])
+        # Compiled code cannot be interrupted, so that a process of its own does the work.
+        fork = get_context("fork")
+        receiver, sender = fork.Pipe(duplex=False)
+        child = fork.Process(target=lambda: sender.send(judge_other(compile_schema, row[1], row[2])))
+        child.start()
+        sender.close()
+        try:
+            return receiver.recv() if receiver.poll(max_s) else Verdict("too slow", f"over {max_s} s", max_s)
+        except EOFError:
+            child.join()
+            return Verdict("crashed", f"exit code {child.exitcode}", 0.0)
+        finally:
+            child.kill()
+            child.join()
 
 
 @functools.cache
@@ -200,10 +217,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def in_workers(one: Callable[[Row], Found], rows: Iterable[Row], num_workers: int) -> Iterator[tuple[Row, Found]]:
-    """Rows with what `one` makes of each, in order, by new processes; in this one where it is to be one."""
-    if num_workers == 1:
-        yield from ((row, one(row)) for row in rows)
-        return
+    """Rows with what `one` makes of each, in order, by new processes."""
     rows = list(rows)
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
         yield from zip(rows, pool.map(one, rows))
@@ -257,7 +271,7 @@ def measure(title: str, rows: Iterator[Row], arguments: argparse.Namespace, one:
     verdicts = Counter(each.verdict for each in found)
     engines = Counter(each.engine for each in found if each.verdict == "right")
     refusals = Counter(f"{each.verdict}: {reason_in_short(each.reason)}" for each in found
-                       if each.verdict in ("refused", "too large"))
+                       if each.verdict in ("refused", "too large", "too slow", "crashed"))
     by_dfa = sum(count for engine, count in engines.items() if engine.startswith("dfa"))
     time_s = summarise([each.seconds for each in found])
     longest = max(each.seconds for each in found)
@@ -352,6 +366,14 @@ def coverage(arguments: argparse.Namespace) -> dict[str, Any]:
         result["suite"] = measure("test suite, draft 2020-12", suite_groups(arguments.data), arguments, ours)
         result["suite_formats_off"] = measure("test suite, formats as annotations", suite_groups(arguments.data),
                                               arguments, ours._replace(options=dict(formats=False)))
+    model = arguments.tokenizer or ("demo" if arguments.smollm2 else None)
+    if "tables" in parts and model:
+        tables = Tables(Path(resolve(model).path), dict(engine=arguments.engine))
+        for title, options in (("tables, strict=True", dict(strict=True)), ("tables, schemas as they are", {})):
+            result["tables_strict" if options else "tables_as_is"] = measure_tables(
+                title, real_schemas(arguments.data), arguments, tables._replace(options=tables.options | options))
+        result["matcher_starts"] = measure_starts("start on the matcher", real_schemas(arguments.data), arguments,
+                                                  Starts(tables.tokenizer))
     for name in arguments.libraries:
         if name == "jradix":
             continue
@@ -361,14 +383,6 @@ def coverage(arguments: argparse.Namespace) -> dict[str, Any]:
         for part, rows in (("schemas", real_schemas), ("suite", suite_groups)):
             if part in parts:
                 result[f"{name}_{part}"] = measure(f"{name}, {part}", rows(arguments.data), arguments, Other(name))
-    model = arguments.tokenizer or ("demo" if arguments.smollm2 else None)
-    if "tables" in parts and model:
-        tables = Tables(Path(resolve(model).path), dict(engine=arguments.engine))
-        for title, options in (("tables, strict=True", dict(strict=True)), ("tables, schemas as they are", {})):
-            result["tables_strict" if options else "tables_as_is"] = measure_tables(
-                title, real_schemas(arguments.data), arguments, tables._replace(options=tables.options | options))
-        result["matcher_starts"] = measure_starts("start on the matcher", real_schemas(arguments.data), arguments,
-                                                  Starts(tables.tokenizer))
     return result
 
 

@@ -195,7 +195,7 @@ def compile_grammar(*, json_schema: Any = None, regex: str | None = None, choice
     except (GrammarTooLarge, GrammarUnsupported) as error:
         if engine == "dfa" or (kind != "json_schema" and isinstance(error, GrammarUnsupported)):
             raise
-        refusal = error
+        refusal = error.with_traceback(None)        # which holds all that was built so far
     try:
         return Grammar(_json(source), None, matcher=_matcher(kind, value, json_options), reason=str(refusal))
     except GrammarError as error:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import json
 import pickle
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 import jradix
 from jradix.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from jradix.grammar.limits import GrammarLimits
+from jradix.grammar.subsets import Subsets
 from jradix.grammar.vocabulary import Vocabulary, vocabulary_of
 from toy_tokenizers import make_chat_tokenizer
 
@@ -250,3 +252,16 @@ def test_hostile_schema_is_followed_or_an_error(schema: Any, engine: str) -> Non
 def test_hostile_enum_of_thousands_is_followed() -> None:
     values = [f"value {i}" for i in range(4_000)]
     assert jradix.compile_grammar(json_schema={"enum": values}).accepts('"value 3999"')
+
+
+def test_grammar_that_goes_to_the_matcher_leaves_no_memory_to_the_collector() -> None:
+    """What was built before the limit was passed can be gigabytes."""
+    schema = {"type": "string", "maxLength": 200, "pattern": "(a|b)*a(a|b){6}"}
+    gc.collect()
+    gc.disable()
+    try:
+        grammar = jradix.compile_grammar(json_schema=schema, limits=GrammarLimits(max_work=100_000))
+        assert grammar.engine == "matcher" and "max_work" in grammar.reason
+        assert not any(isinstance(each, Subsets) for each in gc.get_objects())
+    finally:
+        gc.enable()
