@@ -54,7 +54,7 @@ class Run(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_llm_options(parser)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=PARTS, help="default: all, without --data the first")
     parser.add_argument("--size", choices=("tiny", "default"), default="default")
     parser.add_argument("--data", type=Path, help="folder with json_schemas.jsonl and the JSON schema test suite")
     parser.add_argument("--every", type=int, default=1, help="only every n-th schema")
@@ -65,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, help="also write them as a table")
     options = parser.parse_args(argv)
     repeats = options.repeats or (1 if options.size == "tiny" else 5)
+    parts = options.part or (PARTS if options.data else PARTS[:1])
+    if options.data is None and set(parts) - {"model"}:
+        parser.error("--part passes and coverage read schemas: give --data, the folder they are in")
     rows: list[Figure] = []
     result: dict[str, Any] = dict(size=options.size, model=options.model)
 
@@ -79,11 +82,11 @@ def main(argv: list[str] | None = None) -> int:
         if options.json:
             options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
-    if "model" in options.part:
+    if "model" in parts:
         add(model_figures(options, repeats))
-    if "passes" in options.part and options.data:
+    if "passes" in parts:
         add(passes_figures(options))
-    if "coverage" in options.part and options.data:
+    if "coverage" in parts:
         result["coverage"] = structured_coverage.coverage(structured_coverage.read_options([
             "--data", str(options.data), "--every", str(options.every), "--workers", str(options.workers),
             "--tokenizer", options.tokenizer or options.model, "--libraries", *structured_coverage.LIBRARIES]))
