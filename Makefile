@@ -5,7 +5,7 @@
 #                with them; make test-kernels-full adds the long forms of all tests of the kernels
 # make notebooks  executes notebooks/ with the embedded model and saves them with their outputs
 # make bench-env PEER=vllm   installs an engine to compare with (transformers, vllm, llama_cpp) beside $(VENV)
-# make bench     compares jradix with those that are installed, its cache with none, and more, half an hour with all;
+# make bench     compares jradix with those that are installed, its cache with none, and more; with all, over 20 minutes;
 #                see benchmarks/README.md
 # CACHE_DIR=cache make demo starts from the prefix cache of an earlier such run, and saves it again.
 # PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
             "--tokenizer", options.tokenizer or options.model, "--libraries", *structured_coverage.LIBRARIES]))
         add(coverage_figures(result["coverage"]))
     print_result("structured", result)
-    return int(not result["all_hold"])
+    return int(not result["all_hold"] or structured_coverage.accepts_invalid(result.get("coverage", {})))
 
 
 class Figure(NamedTuple):
@@ -191,8 +191,8 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Run
 def passes_figures(options: argparse.Namespace) -> list[Figure]:
     """Passes per token of valid documents under their strict schemas, over all tokens."""
     path = Path(resolve(options.tokenizer or options.model).path)
-    schemas = itertools.islice(structured_coverage.real_schemas(options.data), None, None, options.every)
-    rows, schemas = [], list(schemas)
+    schemas = list(itertools.islice(structured_coverage.real_schemas(options.data), None, None, options.every))
+    rows = []
     for name, whitespace in SEPARATORS.items():
         shares = [share for _, share in structured_coverage.in_workers(ForcedShare(path, whitespace), schemas,
                                                                        options.workers)]

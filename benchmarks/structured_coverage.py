@@ -45,7 +45,7 @@ from jradix.tokenizer import Tokenizer
 from report import print_result, print_table, summarise
 
 LIBRARIES = ("jradix", *ENGINES)
-MAX_SECONDS = {"outlines-core": 20.0}       # for a schema and its documents; some take it hours (strings up to 1,024)
+MAX_SECONDS = {"outlines-core": 20.0}       # for a schema and its documents; some take it over 10 minutes
 Tests = list[tuple[Any, bool]]
 Row = tuple[str, Any, Tests]
 Found = TypeVar("Found")
