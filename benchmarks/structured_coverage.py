@@ -18,6 +18,7 @@ starts with new ones, so that their peak memory is its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -180,9 +181,15 @@ class Tables(NamedTuple):
         except GrammarError as error:
             engine = type(error).__name__
         seconds = time.process_time() - started
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         sizes = (0, 0, 0) if grammar is None else (grammar.num_states, grammar.num_rows, grammar.table_bytes)
-        return Sized(engine, grammar is None, seconds, *sizes, peak)
+        return Sized(engine, grammar is None, seconds, *sizes, peak_bytes())
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held."""
+    with contextlib.suppress(OSError):       # Linux: a new process begins with its parent's ru_maxrss
+        return 1024 * int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Starts(NamedTuple):

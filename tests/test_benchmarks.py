@@ -173,6 +173,15 @@ def test_structured_coverage_finds_the_same_in_several_processes(script: Script,
     assert figures["llguidance: groups of the test suite, 1: right"].value == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the counter of Linux's processes")
+def test_peak_memory_of_a_process_is_not_its_parents() -> None:
+    large = b"\1" * (1 << 30)
+    done = subprocess.run([sys.executable, "-c", "from structured_coverage import peak_bytes; print(peak_bytes())"],
+                          env=os.environ | dict(PYTHONPATH=f"{SCRIPTS}{os.pathsep}{ROOT}"), capture_output=True,
+                          text=True, check=True)
+    assert 1 << 24 < int(done.stdout) < len(large)
+
+
 def test_scaling_of_tables_is_that_of_the_states(script: Script) -> None:
     result = script("scaling", "--size", "tiny", "--repeats", "1", "--part", "states", "--model", "demo")
     seconds, table_bytes = result["series"]
