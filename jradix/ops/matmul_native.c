@@ -3,6 +3,7 @@
 // Rows of x lie in the lanes of vectors, in panels [K, rows]; weights are read once, in the order they lie in memory,
 // and spread over the lanes, so that they need no packing. Each result is one chain of fused multiply-adds in the order
 // of K: it has the same bits however many rows there are, wherever its row stands and however many threads there are.
+// Where the processor has a matrix unit, that takes the larger products: see matmul_native_tiles.h.
 #include <stdatomic.h>
 
 #include "native_crew.h"
@@ -14,7 +15,7 @@ enum {
   WIDE = LANES == 16 ? 12 : 6,             // outputs of a tile with panels of two vectors: as there are registers
   NARROW = 8,                              // of a tile where one vector holds all rows
   MAX_TILE = WIDE > NARROW ? WIDE : NARROW,
-  CHUNK = 96,                              // outputs of an item
+  CHUNK = 96,                              // outputs of an item of vectors
   BLOCK_BYTES = 1 << 18,                   // of the panels of an item: they stay in the second cache
   LINE = 16                                // numbers between two looks ahead
 };
@@ -26,7 +27,7 @@ typedef struct {
   int dtype;                               // of w
   int64_t size;                            // bytes of one of its numbers
   int64_t rows, depth, width;              // M, K, N
-  int64_t block, chunks, num_items;        // rows of an item, items to a block of rows, items
+  int64_t block, chunk, chunks, num_items; // rows and outputs of an item, items to a block of rows, items
   atomic_int_fast64_t next;
 } Product;
 
@@ -133,13 +134,27 @@ static float *scratch(int64_t numbers) {
   return memory;
 }
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include "matmul_native_tiles.h"
+#else
+static int plan_tiles(Product *p, int64_t most_rows) { return (void)p, (void)most_rows, 0; }
+static void work_with_tiles(void *data) { (void)data; }
+#endif
+
+static void plan(Product *p) {
+  const int64_t panels = (p->rows + PANEL - 1) / PANEL;
+  const int64_t most = BLOCK_BYTES / (PANEL * (int64_t)sizeof(float) * p->depth);
+  p->chunk = CHUNK;
+  p->block = PANEL * limit(most, 1, panels > 1 ? panels : 1);
+}
+
 static void work(void *data) {
   Product *p = data;
   float *panels = scratch((p->block + MAX_TILE) * p->depth);
   int64_t held = -1;
   for (int64_t i; panels && (i = atomic_fetch_add(&p->next, 1)) < p->num_items;) {
-    const int64_t first = i / p->chunks * p->block, end = first + p->block < p->rows ? first + p->block : p->rows;
-    const int64_t start = i % p->chunks * CHUNK, stop = start + CHUNK < p->width ? start + CHUNK : p->width;
+    const int64_t first = i / p->chunks * p->block, end = limit(first + p->block, 0, p->rows);
+    const int64_t start = i % p->chunks * p->chunk, stop = limit(start + p->chunk, 0, p->width);
     if (held != first) lay_out(p, held = first, end, panels);
     multiply_chunk(p, first, end, start, stop, panels, panels + p->block * p->depth);
   }
@@ -166,12 +181,13 @@ XLA_FFI_Error *jradix_matmul(XLA_FFI_CallFrame *frame) {
   Product p = {x->data, w->data, out->data, w->dtype, w->dtype == XLA_FFI_DataType_F32 ? 4 : 2,
                limit(*(const int32_t *)count->data, 0, x->dims[0]), x->dims[1], w->dims[0]};
   memset(p.out + p.rows * p.width, 0, sizeof(float) * (size_t)((x->dims[0] - p.rows) * p.width));
-  const int64_t panels = (p.rows + PANEL - 1) / PANEL, most = BLOCK_BYTES / (PANEL * (int64_t)sizeof(float) * p.depth);
-  p.block = PANEL * limit(most, 1, panels > 1 ? panels : 1);
-  p.chunks = (p.width + CHUNK - 1) / CHUNK;
+  const int with_tiles = plan_tiles(&p, x->dims[0]);
+  if (!with_tiles) plan(&p);
+  p.chunks = (p.width + p.chunk - 1) / p.chunk;
   p.num_items = (p.rows + p.block - 1) / p.block * p.chunks;
   const int64_t worth = (p.rows + LANES) * p.depth * p.width >> 19;    // a helper takes 5 to 20 us to come
-  run_crew(frame, work, &p, limit(num_threads(frame) - 1, 0, worth < p.num_items - 1 ? worth : p.num_items - 1));
+  const int64_t helpers = limit(num_threads(frame) - 1, 0, worth < p.num_items - 1 ? worth : p.num_items - 1);
+  run_crew(frame, with_tiles ? work_with_tiles : work, &p, helpers);
   if (atomic_load(&p.next) < p.num_items)
     return make_error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "matmul: no memory for a block of x");
   return NULL;

@@ -1,7 +1,9 @@
 """Products of activations and weights on CPUs in C, called through XLA's foreign function interface.
 
-Each weight is read once, in the order of memory, and the rows lie in the lanes of vectors. A row's result has the same
-bits alone, among others and in any place, and rows of padding cost nothing.
+Each weight is read once, in the order of memory, and the rows lie in the lanes of vectors; the matrix unit of processors
+that have one (AMX) takes bfloat16 weights, and float32 ones where x has more than 64 rows, to the same precision. A
+row's result has the same bits alone, among others and in any place of products of one kind, and rows of padding cost
+nothing.
 """
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ typedef struct {
   int references, active, is_closed;       // under the mutex
 } Crew;
 
+enum { AWAKE_TURNS = 3000 };               // 50 to 150 us: about what it takes to sleep and be woken
+
 static int64_t limit(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 static void destroy_error(const XLA_FFI_Api *api, XLA_FFI_Error *error) {
@@ -46,13 +48,23 @@ static void help(void *data) {
   Crew *crew = data;
   pthread_mutex_lock(&crew->mutex);
   if (!crew->is_closed) {
-    crew->active++;
+    __atomic_add_fetch(&crew->active, 1, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&crew->mutex);
     crew->work(crew->job);
     pthread_mutex_lock(&crew->mutex);
-    if (--crew->active == 0) pthread_cond_signal(&crew->idle);
+    if (__atomic_sub_fetch(&crew->active, 1, __ATOMIC_RELEASE) == 0) pthread_cond_signal(&crew->idle);
   }
   release(crew);
+}
+
+static void wait_awake(const int *active) {
+  for (int i = 0; i < AWAKE_TURNS && __atomic_load_n(active, __ATOMIC_ACQUIRE); i++) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
 }
 
 // Calls `work(job)` here and on up to `helpers` other threads, and returns when all of them have returned.
@@ -84,6 +96,9 @@ static void run_crew(const XLA_FFI_CallFrame *frame, void (*work)(void *), void 
   work(job);
   pthread_mutex_lock(&crew->mutex);
   crew->is_closed = 1;
+  pthread_mutex_unlock(&crew->mutex);
+  wait_awake(&crew->active);               // helpers are at their last items
+  pthread_mutex_lock(&crew->mutex);
   while (crew->active) pthread_cond_wait(&crew->idle, &crew->mutex);
   release(crew);
 }

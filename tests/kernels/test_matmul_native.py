@@ -1,6 +1,11 @@
 """The C form of matmul: values against float64, the same bits in every batch, and padding."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +18,10 @@ from jradix.ops.matmul import matmul, matmul_xla
 from pallas_kernels.errors import UnsupportedKernel
 
 DTYPES = ("float32", "float16", "bfloat16")
+WITHOUT_TILES = "-mno-amx-tile"
+PROCESSOR = Path("/proc/cpuinfo")
+HAS_MATRIX_UNIT = (PROCESSOR.exists() and "amx_bf16" in PROCESSOR.read_text(encoding="utf-8")
+                   and WITHOUT_TILES not in os.environ.get("CC", ""))
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -44,13 +53,44 @@ def test_matmul_of_a_models_sizes_equals_the_product_in_float64(dtype: str) -> N
     np.testing.assert_allclose(product(x, w), exact(x, w), atol=3e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_among_others_and_in_any_place(dtype: str) -> None:
-    x, w = operands(300, 131, 205, dtype)
+@pytest.mark.parametrize("dtype, sizes", [
+    ("float32", (64, 1, 2, 3, 4, 5, 8, 9, 16, 17, 25, 33)), ("float32", (300, 65, 97, 200)),
+    ("float16", (300, 1, 2, 3, 4, 5, 8, 9, 16, 17, 25, 33, 200)),
+    ("bfloat16", (300, 1, 2, 3, 4, 5, 8, 9, 16, 17, 25, 33, 200)),
+])
+def test_a_row_has_the_same_bits_alone_among_others_and_in_any_place(dtype: str, sizes: tuple[int, ...]) -> None:
+    """float32 apart where x has more than 64 rows, which the matrix unit takes if there is one."""
+    most, *others = sizes
+    x, w = operands(most, 131, 205, dtype)
     together = product(x, w)
-    for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 25, 33, 200):
-        for start in (0, 3, 100):
+    for rows in others:
+        for start in {0, 3, min(100, most - rows)}:
             np.testing.assert_array_equal(product(x[start:start + rows], w), together[start:start + rows])
+
+
+def test_padding_leaves_the_bits_of_a_step_as_they_are() -> None:
+    """How a compiled step sums depends on its size, not on how many rows are in use."""
+    x, w = operands(200, 131, 205, "float32")
+    together = product(x, w)
+    for rows in (1, 16, 17, 64, 65, 130):
+        np.testing.assert_array_equal(product(x, w, rows)[:rows], together[:rows])
+
+
+@pytest.mark.parametrize("rows", (16, 65, 300))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_errors_are_those_of_sums_in_float32(dtype: str, rows: int) -> None:
+    """Also by a unit that multiplies bfloat16: numbers of all sizes, whose sums would show a lost part."""
+    rng = np.random.default_rng(1)
+    x, w = operands(rows, 1536, 64, dtype)
+    x = x * jnp.asarray(2.0 ** rng.integers(-12, 12, x.shape), jnp.float32)
+    scale = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w.astype(jnp.float32), np.float64)).T
+    assert np.max(np.abs(product(x, w) - exact(x, w)) / scale) < 1e-6
+
+
+@pytest.mark.skipif(not HAS_MATRIX_UNIT, reason="a processor with a matrix unit: elsewhere vectors are tested anyway")
+def test_vectors_pass_the_same_tests_where_there_is_a_matrix_unit() -> None:
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], check=True,
+                   env=os.environ | dict(CC=f"{os.environ.get('CC', 'cc')} {WITHOUT_TILES}"))
 
 
 def test_threads_change_no_bits() -> None:
