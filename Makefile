@@ -5,8 +5,8 @@
 #                with them; make test-kernels-full adds the long forms of all tests of the kernels
 # make notebooks  executes notebooks/ with the embedded model and saves them with their outputs
 # make bench-env PEER=vllm   installs an engine to compare with (transformers, vllm, llama_cpp) beside $(VENV)
-# make bench     compares jradix with those that are installed, its cache with none, and more; with all, over 20 minutes;
-#                see benchmarks/README.md
+# make bench     compares jradix with those that are installed, its cache with none, and more, at small sizes;
+#                BENCH_PEERS="jradix vllm llama_cpp transformers" takes all their ways; see benchmarks/README.md
 # CACHE_DIR=cache make demo starts from the prefix cache of an earlier such run, and saves it again.
 # PYTHON=python3.12 make ... chooses the interpreter, VENV=... the folder of the environment.
 
@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.jradix-ready
 COMPILERS := $(abspath $(VENV))/compilers
 PEERS := $(VENV)-peers
+BENCH_PEERS ?= jradix/float32 vllm/float32 llama_cpp/bfloat16 transformers/generate_batch/float32
 WORKERS ?= 2
 # Runs in CI on every other supported Python: layers, host tower, attention and its lowering to GPU and TPU, engine, batch job.
 SMOKE := tests/cache $(addprefix tests/test_,layers.py scheduler.py attention.py kv_cache.py page_moves.py models.py \
@@ -57,7 +58,7 @@ bench-env:
 	$(PYTHON) benchmarks/peers/environments.py $(PEER) --root $(PEERS)
 
 bench: env
-	$(BIN)/python benchmarks/compare.py --size small --reps 1 --uncached-reps 0 --quiet-s 60 --root $(PEERS)
+	$(BIN)/python benchmarks/compare.py --size small --reps 1 --uncached-reps 0 --quiet-s 60 --root $(PEERS) --peers $(BENCH_PEERS)
 	$(BIN)/python benchmarks/prefix_reuse.py --workload mcts --size small --compare --repeats 1
 	$(BIN)/python benchmarks/determinism.py --workloads mcts --reps 1
 	$(BIN)/python benchmarks/scaling.py --size small

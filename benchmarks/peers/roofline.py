@@ -2,8 +2,9 @@
 
 The model of the cost is that of a decoder with the KV of a cache without limits: each prompt token that is not cached
 goes through the layers once and attends to all before it; a decode step reads the weights, and the KV of all tokens
-that its rows hold, once. A step takes the longer one of its arithmetic and its reading. Nothing else is counted, so no
-engine can be faster with float32 arithmetic, and the share says what is left to win.
+that its rows hold, once. A step takes the longer one of its arithmetic and its reading. Nothing else is counted, so the
+share says what is left to win. The rate of arithmetic is that of NumPy's float32 products: an engine whose products
+are faster, on a matrix unit say, can pass it.
 """
 from __future__ import annotations
 
