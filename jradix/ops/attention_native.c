@@ -2,7 +2,7 @@
 //
 //     item of a call    queries                       keys
 //     decode            one token                     up to the next multiple of SPLIT
-//     extend            up to TILE rows of a chunk    all
+//     extend            up to most_rows of a chunk    all
 //     shared_prefix     members of a group            up to the next multiple of SPLIT
 //
 // Blocks of keys begin at multiples of KEYS and items end at multiples of SPLIT, however many threads there are and
@@ -64,7 +64,7 @@ static XLA_FFI_Error *attend_contexts(Call *call, int is_decode, const Context *
   }
   // Large groups are halved where their items would leave threads idle: rows have the same bits in any company.
   const int64_t num_items = num_parts * (kv_heads / heads_per_item);
-  const int is_halved = !is_decode && call->sizes['R'] * call->sizes['H'] / kv_heads >= TILE &&
+  const int is_halved = !is_decode && call->sizes['R'] * call->sizes['H'] / kv_heads >= ROWS &&
                         num_items < 4 * threads && num_items % threads;
   Job *job = open_job(call, is_decode, is_halved ? 2 * num_items : num_items);
   if (!job) {
@@ -166,7 +166,7 @@ XLA_FFI_Error *jradix_extend(XLA_FFI_CallFrame *frame) {
   }
   const int64_t first_row = limit(*ints(&call, 6), 0, num_rows);
   const int64_t kv_heads = call.sizes['W'] / call.sizes['D'], group = call.sizes['H'] / kv_heads;
-  const int64_t tile = group < TILE ? TILE / group : 1;
+  const int64_t tile = group < most_rows(&call) ? most_rows(&call) / group : 1;
   int64_t num_items = 0;
   for (int64_t row = first_row; row < num_rows; row++) {
     const int64_t start = cu_q_lens[row], end = cu_q_lens[row + 1], kv_len = kv_lens[row];

@@ -3,13 +3,15 @@
 //
 // Many rows: a vector is one number of each of LANES rows, for which a number of a key or value is a common factor, so
 // that keys and values are used as they lie. Few rows: a vector is a part of one row, key or value.
-// Scores and weights are [keys, rows] in both cases, and softmax works on the rows of a vector side by side.
+// Where there is a matrix unit, it takes many rows: see attention_native_tiles.h.
+// Scores and weights are [keys, rows] in all cases, and softmax works on the rows of a vector side by side.
 // Slots that no query of the item sees are read as zeros: whatever they hold is never computed with.
 #include "native_vector.h"
+#include "native_tiles.h"
 
 #define NEVER (-1e30f)  // below all scores; finite, so that differences are never NaN
 
-enum { KEYS = 64, TILE = 48, FEW = 4, MAX_DIM = 256 };
+enum { KEYS = 64, FEW = 4, MAX_DIM = 256 };
 
 // ---- What is attended to, and the scratch of a thread
 
@@ -22,6 +24,7 @@ typedef struct {
 typedef struct {
   Cache cache;
   int64_t heads, group, window;            // query heads, of them per kv head; 0: no window
+  int with_tiles;                          // many rows, by a matrix unit
   float factor, cap;                       // on q, which puts scores in units of log2; 0: no cap
 } Setting;
 
@@ -32,6 +35,7 @@ typedef struct {
   float *scores;                           // [KEYS, rows], weights afterwards
   float *q, *sums;                         // many: [dim, rows] of each kv head; few: [rows of all heads, dim]
   float *tops, *totals, *scales;           // of each row: maximum, sum of weights, factor on what was before the block
+  bf16 *q_tiles, *key_tiles, *value_tiles, *weight_tiles;   // with a matrix unit: see there
   int64_t slots[KEYS], ahead[KEYS];        // offsets in the cache of this block's keys and the next's, -1: not seen
 } Scratch;
 
@@ -64,9 +68,10 @@ INLINE void fetch(const Cache *cache, const char *row) {
 // ---- Softmax
 
 // Scores of keys [low, high) become weights. `is_masked`: tokens see keys up to their position, of their window.
-INLINE void soften_vectors(int is_masked, const Setting *s, Scratch *w, const Block *b, int64_t first) {
+INLINE void soften_vectors(int is_masked, const Setting *s, Scratch *w, const Block *b, int64_t first,
+                           int64_t start_row, int64_t end_row) {
   const float cap = s->cap;
-  for (int64_t row = 0; row < w->rows; row += LANES) {
+  for (int64_t row = start_row; row < end_row; row += LANES) {
     vf *top = (vf *)(w->tops + first + row), *total = (vf *)(w->totals + first + row), most = *top, sum = {0};
     vi end, start;
     for (int j = 0; is_masked && j < LANES; j++) {
@@ -93,11 +98,12 @@ INLINE void soften_vectors(int is_masked, const Setting *s, Scratch *w, const Bl
   }
 }
 
-// The rows of `scores`, of which the first is row `first` of the item.
-static __attribute__((noinline)) void soften(const Setting *s, Scratch *w, const Block *b, int64_t first) {
+// Rows [start_row, end_row) of `scores`, whose first row is row `first` of the item.
+static __attribute__((noinline)) void soften(const Setting *s, Scratch *w, const Block *b, int64_t first,
+                                             int64_t start_row, int64_t end_row) {
   int64_t end = b->position + 1 - b->base, last_start = s->window ? end + b->count - 1 - s->window : 0;
-  if (b->position >= 0 && (end < b->high || last_start > b->low)) soften_vectors(1, s, w, b, first);
-  else soften_vectors(0, s, w, b, first);
+  if (b->position >= 0 && (end < b->high || last_start > b->low)) soften_vectors(1, s, w, b, first, start_row, end_row);
+  else soften_vectors(0, s, w, b, first, start_row, end_row);
 }
 
 // ---- Many rows
@@ -202,10 +208,17 @@ INLINE void attend_many(int dtype, const Setting *s, Scratch *w, const Block *b)
       }
       score(k, w->q + first * dim, w->rows, dim, w->scores + key * w->rows);
     }
-    soften(s, w, b, first);
+    soften(s, w, b, first, 0, w->rows);
     add(w, b->low, b->high, first, dim);
   }
 }
+
+#if HAS_TILES
+#include "attention_native_tiles.h"
+#else
+static void part_queries(Scratch *w, int64_t first, int64_t dim) { (void)w, (void)first, (void)dim; }
+INLINE void attend_tiles(int dtype, const Setting *s, Scratch *w, const Block *b) { attend_many(dtype, s, w, b); }
+#endif
 
 // ---- Few rows: keys and values where they lie
 
@@ -276,7 +289,7 @@ INLINE void attend_few(int dtype, const Setting *s, Scratch *w, const Block *b) 
         else score_keys(dtype, 3, q, k, cache, scores, w->rows);
       }
     }
-  soften(s, w, b, 0);
+  soften(s, w, b, 0, 0, w->rows);
   for (int64_t head = 0; head < b->num_heads; head++) {
     const char *v[KEYS], *ahead[KEYS];
     for (int64_t i = 0; i < KEYS; i++) {
@@ -294,6 +307,7 @@ INLINE void attend_few(int dtype, const Setting *s, Scratch *w, const Block *b) 
 
 INLINE void attend_as(int dtype, int is_few, const Setting *s, Scratch *w, const Block *b) {
   if (is_few) attend_few(dtype, s, w, b);
+  else if (s->with_tiles) attend_tiles(dtype, s, w, b);
   else attend_many(dtype, s, w, b);
 }
 

@@ -7,6 +7,9 @@
 #include "attention_native_call.h"
 #include "native_crew.h"
 
+// Of a chunk, to an item. A matrix unit takes keys and values apart before it takes rows.
+enum { ROWS = 48, ROWS_OF_TILES = 192 };
+
 typedef struct {
   const int32_t *pages;                    // of the context
   int64_t first, end;                      // keys that are read
@@ -100,6 +103,8 @@ static void visit(const Job *job, const Item *item, Worker *worker) {
   Scratch *w = &worker->scratch;
   const int64_t count = load_queries(job, item, worker);
   if (count == 0) return;
+  for (int64_t head = 0; s->with_tiles && head < item->num_heads; head++)
+    part_queries(w, head * w->next_head, s->cache.dim);
   for (int64_t base = item->first / KEYS * KEYS; base < item->end; base += KEYS) {
     const int64_t low = item->first > base ? item->first - base : 0, left = item->end - base;
     Block block = {item->first_head, item->num_heads, count, item->position, base, low, left < KEYS ? left : KEYS};
@@ -116,17 +121,24 @@ static int open_worker(const Job *job, Worker *worker) {
   Scratch *w = &worker->scratch;
   const size_t dim = (size_t)job->setting.cache.dim, count = (size_t)job->max_count;
   const size_t rows = (size_t)job->max_rows, lines = (size_t)job->max_lines;
-  const size_t sizes[] = {8 * dim, KEYS * dim, KEYS * lines, rows * dim, rows * dim, rows, rows, lines};
-  float **parts[] = {&w->keys, &w->values, &w->scores, &w->q, &w->sums, &w->tops, &w->totals, &w->scales};
+  const size_t per_tile = job->setting.with_tiles ? PARTS : 0, pairs = (rows * dim * per_tile + 1) / 2;
+  const size_t sizes[] = {8 * dim, KEYS * dim, KEYS * lines, rows * dim, rows * dim, rows, rows, lines,
+                          pairs, KEYS * dim * per_tile / 2, KEYS * dim * per_tile / 2, KEYS * SIDE * per_tile};
+  float *tiles[4];
+  float **parts[] = {&w->keys, &w->values, &w->scores, &w->q, &w->sums, &w->tops, &w->totals, &w->scales,
+                     tiles, tiles + 1, tiles + 2, tiles + 3};
+  const int num_parts = sizeof sizes / sizeof *sizes;
   size_t floats = 0;
-  for (int i = 0; i < 8; i++) floats += (sizes[i] + 15) / 16 * 16;
+  for (int i = 0; i < num_parts; i++) floats += (sizes[i] + 15) / 16 * 16;
   char *memory = aligned_alloc(64, (floats * sizeof(float) + 2 * count * sizeof(int64_t) + 63) / 64 * 64);
   worker->memory = memory;
   if (!memory) return 0;
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < num_parts; i++) {
     *parts[i] = (float *)memory;
     memory += (sizes[i] + 15) / 16 * 16 * sizeof(float);
   }
+  w->q_tiles = (bf16 *)tiles[0], w->key_tiles = (bf16 *)tiles[1];
+  w->value_tiles = (bf16 *)tiles[2], w->weight_tiles = (bf16 *)tiles[3];
   worker->tokens = (int64_t *)memory;
   worker->places = worker->tokens + count;
   memset(w->scores, 0, sizes[2] * sizeof(float));
@@ -137,11 +149,17 @@ static void work(void *data) {
   Job *job = data;
   Worker worker;
   if (!open_worker(job, &worker)) return;  // the others do the items
+  if (job->setting.with_tiles) configure_tiles();
   for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_items;) visit(job, job->items + i, &worker);
+  if (job->setting.with_tiles) _tile_release();
   free(worker.memory);
 }
 
 // ---- Jobs
+
+static int takes_tiles(const Call *call) { return call->sizes['D'] % DEPTH == 0 && may_use_tiles(); }
+
+static int64_t most_rows(const Call *call) { return takes_tiles(call) ? ROWS_OF_TILES : ROWS; }
 
 static Job *open_job(Call *call, int is_decode, int64_t num_items) {
   Job *job = calloc(1, sizeof *job);
@@ -170,6 +188,7 @@ static Job *open_job(Call *call, int is_decode, int64_t num_items) {
     s->cap = LOG2E * call->soft_cap;
   }
   job->is_few = is_decode && s->group <= FEW;
+  s->with_tiles = !job->is_few && takes_tiles(call);
   job->items = items;
   return job;
 }

@@ -18,10 +18,10 @@ def matmul(x: Array, w: Array, num_rows: Array | None = None) -> Array:
     """x float32[M, K] times the transposed w [N, K], summed in float32: float32[M, N].
 
     float32 weights are multiplied at full precision whatever the user's global setting (by default a GPU would use
-    TF32). With 16-bit weights XLA rounds x to their type; the C form does not. The C form takes the layers of a 135M
-    model through 16 float32 rows in 30 ms where XLA takes 41, and through 32 in 52 where XLA takes 66 (medians of 10 in
-    turn, two cores of a Zen 3; 128 GFLOP/s of their 200 at most). With AMX 256 rows take 124 ms in float32 and 81 in
-    bfloat16, where vectors take 199 and 207 (two cores of a Xeon).
+    TF32). With 16-bit weights XLA rounds x to their type; the C form does so only for a matrix unit. The C form takes
+    the layers of a 135M model through 16 float32 rows in 30 ms where XLA takes 41, and through 32 in 52 where XLA takes
+    66 (medians of 10 in turn, two cores of a Zen 3; 128 GFLOP/s of their 200 at most). With AMX 256 rows take 125 ms in
+    float32 and 51 in bfloat16, where vectors take 199 and 207 (two cores of a Xeon).
 
     Args:
       num_rows: int32[], rows from this one on are padding, and their results are of no use; None: all rows count.

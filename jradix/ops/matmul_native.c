@@ -9,6 +9,7 @@
 #include "native_crew.h"
 #include "native_frame.h"
 #include "native_vector.h"
+#include "native_tiles.h"
 
 enum {
   PANEL = 2 * LANES,                       // rows of a panel
@@ -134,7 +135,7 @@ static float *scratch(int64_t numbers) {
   return memory;
 }
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if HAS_TILES
 #include "matmul_native_tiles.h"
 #else
 static int plan_tiles(Product *p, int64_t most_rows) { return (void)p, (void)most_rows, 0; }

@@ -1,9 +1,9 @@
 """Products of activations and weights on CPUs in C, called through XLA's foreign function interface.
 
-Each weight is read once, in the order of memory, and the rows lie in the lanes of vectors; the matrix unit of processors
-that have one (AMX) takes bfloat16 weights, and float32 ones where x has more than 64 rows, to the same precision. A
-row's result has the same bits alone, among others and in any place of products of one kind, and rows of padding cost
-nothing.
+Each weight is read once, in the order of memory, and the rows lie in the lanes of vectors. The matrix unit of
+processors that have one (AMX) takes bfloat16 weights, and float32 ones where x has more than 64 rows, with the errors
+of sums in float32. A row's result has the same bits alone, among others and in any place of products of one kind, and
+rows of padding cost nothing.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def matmul(x: Array, w: Array, num_rows: Array) -> Array:
     """x [M, K] times the transposed w [N, K]: float32[M, N].
 
     Args:
-      x: used as float32, whatever type the weights have.
+      x: used as float32; a matrix unit rounds it to bfloat16 beside bfloat16 weights, as XLA does.
       w: float32, float16 or bfloat16.
       num_rows: int32[], rows of x from this one on are padding; their results are zeros.
 

@@ -1,11 +1,6 @@
 """The C form of matmul: values against float64, the same bits in every batch, and padding."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,21 +10,19 @@ from hypothesis import strategies as st
 
 from jradix.ops import matmul_native as native
 from jradix.ops.matmul import matmul, matmul_xla
+from matrix_unit import HAS_MATRIX_UNIT
 from pallas_kernels.errors import UnsupportedKernel
 
 DTYPES = ("float32", "float16", "bfloat16")
-WITHOUT_TILES = "-mno-amx-tile"
-PROCESSOR = Path("/proc/cpuinfo")
-HAS_MATRIX_UNIT = (PROCESSOR.exists() and "amx_bf16" in PROCESSOR.read_text(encoding="utf-8")
-                   and WITHOUT_TILES not in os.environ.get("CC", ""))
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
 def operands(rows: int, depth: int, width: int, dtype: str, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Beside bfloat16 weights x is of bfloat16 numbers, which no form rounds."""
     rng = np.random.default_rng(seed)
-    return (jnp.asarray(rng.standard_normal((rows, depth)), jnp.float32),
-            jnp.asarray(rng.standard_normal((width, depth)), dtype))
+    x = jnp.asarray(rng.standard_normal((rows, depth)), jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
+    return x.astype(jnp.float32), jnp.asarray(rng.standard_normal((width, depth)), dtype)
 
 
 def product(x: jax.Array, w: jax.Array, num_rows: int | None = None) -> np.ndarray:
@@ -87,10 +80,12 @@ def test_errors_are_those_of_sums_in_float32(dtype: str, rows: int) -> None:
     assert np.max(np.abs(product(x, w) - exact(x, w)) / scale) < 1e-6
 
 
-@pytest.mark.skipif(not HAS_MATRIX_UNIT, reason="a processor with a matrix unit: elsewhere vectors are tested anyway")
-def test_vectors_pass_the_same_tests_where_there_is_a_matrix_unit() -> None:
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], check=True,
-                   env=os.environ | dict(CC=f"{os.environ.get('CC', 'cc')} {WITHOUT_TILES}"))
+def test_a_matrix_unit_rounds_x_beside_bfloat16_weights_as_xla_does() -> None:
+    """To the nearest number, ties to even; infinite and undefined numbers stay what they are."""
+    x = jnp.asarray([[1 + 2.0 ** -8], [1 + 3 * 2.0 ** -8], [-(1 + 2.0 ** -8 + 2.0 ** -16)], [jnp.inf], [jnp.nan]])
+    w = jnp.ones((3, 1), jnp.bfloat16)
+    expected = x.astype(jnp.bfloat16) if HAS_MATRIX_UNIT else x
+    np.testing.assert_array_equal(product(x, w), np.broadcast_to(np.asarray(expected.astype(jnp.float32)), (5, 3)))
 
 
 def test_threads_change_no_bits() -> None:

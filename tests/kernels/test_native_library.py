@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jradix.ops.native_library import cache_folder
+from matrix_unit import HAS_MATRIX_UNIT, WITHOUT_TILES
 
 REPOSITORY = Path(__file__).parents[2]
 NO_COMPILER = """
@@ -37,3 +38,10 @@ def test_the_folder_of_compiled_code_that_others_can_write_is_refused(tmp_path: 
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="only this user can write"):
         cache_folder()
+
+
+@pytest.mark.skipif(not HAS_MATRIX_UNIT, reason="a processor with a matrix unit: elsewhere vectors are tested anyway")
+def test_vectors_pass_the_same_tests_where_there_is_a_matrix_unit() -> None:
+    files = [str(Path(__file__).with_name(name)) for name in ("test_matmul_native.py", "test_native.py")]
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files], check=True,
+                   env=os.environ | dict(CC=f"{os.environ.get('CC', 'cc')} {WITHOUT_TILES}"))
