@@ -131,7 +131,7 @@ def test_step_profile_tiny_splits_host_and_device_time(script: Script, model: st
 
 
 def test_scaling_tiny_fits_an_exponent_to_each_series(script: Script, model: str) -> None:
-    result = script("scaling", "--size", "tiny", "--repeats", "2", "--part", "context", "nodes", "lines", "--model",
+    result = script("scaling", "--size", "tiny", "--repeats", "7", "--part", "context", "nodes", "lines", "--model",
                     model)
     assert [each["name"].split(",")[0] for each in result["series"]] == ["decode step", "cached request", "batch file"]
     for each in result["series"]:
