@@ -50,6 +50,15 @@ INLINE void part_block(int dtype, const Cache *cache, Scratch *w, const Block *b
   }
 }
 
+// Two tiles of a panel, one below the other, and of its neighbour if there is one.
+INLINE void store_pair(float *to, int64_t rows, int has_next) {
+  _tile_stored(0, to, 4 * rows);
+  _tile_stored(1, to + SIDE * rows, 4 * rows);
+  if (!has_next) return;
+  _tile_stored(2, to + SIDE, 4 * rows);
+  _tile_stored(3, to + SIDE * rows + SIDE, 4 * rows);
+}
+
 // Scores of a pair of panels, which begins at `row`. A panel without a neighbour is multiplied twice, which costs no
 // more than waiting for its sums.
 INLINE void score_pair(const int parts, const Scratch *w, const Block *b, int64_t first, int64_t row, int64_t dim) {
@@ -60,11 +69,7 @@ INLINE void score_pair(const int parts, const Scratch *w, const Block *b, int64_
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t d = 0; d < dim; d += DEPTH, k += parts * NUMBERS, q += PARTS * NUMBERS)
       multiply_2_by_2(parts, PARTS, k, k + dim * SIDE * parts, q, q + panel);
-    _tile_stored(0, to, 4 * rows);
-    _tile_stored(1, to + SIDE * rows, 4 * rows);
-    if (!panel) continue;
-    _tile_stored(2, to + SIDE, 4 * rows);
-    _tile_stored(3, to + SIDE * rows + SIDE, 4 * rows);
+    store_pair(to, rows, panel != 0);
   }
 }
 
@@ -97,11 +102,7 @@ INLINE void add_pair(const int parts, const Scratch *w, const Block *b, int64_t 
       const bf16 *v = w->value_tiles + (d * KEYS + key * SIDE) * parts, *x = w->weight_tiles + key * SIDE * PARTS;
       multiply_2_by_2(parts, PARTS, v, v + SIDE * KEYS * parts, x, x + panel);
     }
-    _tile_stored(0, sums, 4 * rows);
-    _tile_stored(1, sums + SIDE * rows, 4 * rows);
-    if (!next) continue;
-    _tile_stored(2, sums + SIDE, 4 * rows);
-    _tile_stored(3, sums + SIDE * rows + SIDE, 4 * rows);
+    store_pair(sums, rows, next != 0);
   }
 }
 
