@@ -295,8 +295,10 @@ def test_dtype_unknown_name_lists_the_known() -> None:
         dtypes.resolve_dtype("fp8", CPU, hidden=8, intermediate=8)
 
 
-def test_kv_dtype_bfloat16_on_old_cpu_is_float32() -> None:
-    old = jax.__version_info__ < (0, 11, 2)
-    assert dtypes.kv_dtype(jnp.dtype(jnp.bfloat16), CPU) == (jnp.float32 if old else jnp.bfloat16)
+@pytest.mark.parametrize("reason", [None, "no C compiler"])
+def test_kv_dtype_bfloat16_on_a_cpu_needs_a_write_in_place(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtypes.memory_native, "why_not", lambda dtype: reason)
+    is_rewritten = reason is not None and jax.__version_info__ < (0, 11, 2)
+    assert dtypes.kv_dtype(jnp.dtype(jnp.bfloat16), CPU) == (jnp.float32 if is_rewritten else jnp.bfloat16)
     assert dtypes.kv_dtype(jnp.dtype(jnp.float16), CPU) == jnp.float16
     assert dtypes.kv_dtype(jnp.dtype(jnp.bfloat16), fake_device("9.0")) == jnp.bfloat16

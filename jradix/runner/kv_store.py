@@ -25,7 +25,7 @@ import tensorstore as ts
 from jax import Array
 
 from jradix.errors import SnapshotError
-from jradix.ops.kv_cache import KVCache
+from jradix.ops.kv_cache import KVCache, write_rows
 
 CHUNK_BYTES = 16 * 2**20         # of one chunk file
 IN_FLIGHT_BYTES = 128 * 2**20    # host memory for chunks being written or read
@@ -254,8 +254,7 @@ def _gather(array: Array, page_ids: Array) -> Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(array: Array, page_ids: Array, values: Array) -> Array:
-    rows = values.reshape(-1, *array.shape[1:])
-    return array.at[page_ids].set(rows, mode="drop", wrap_negative_indices=False)
+    return write_rows(array, values.reshape(-1, *array.shape[1:]), page_ids)
 
 
 def _context() -> ts.Context:

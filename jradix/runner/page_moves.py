@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jradix.batch import MoveKind, PageMove
 from jradix.config import KVGroup
-from jradix.ops.kv_cache import KVCache
+from jradix.ops.kv_cache import KVCache, write_page
 
 PAGES_PER_CALL = 8   # 6 MB of SmolLM2-135M, about 2 ms on two CPU cores; OUT takes that for a single page too
 
@@ -89,7 +89,7 @@ def make_copy_pages(group_of_layer: Sequence[int]) -> Callable[[KVCache, Array, 
             def copied(layer: int, pages: Array) -> Array:
                 group = group_of_layer[layer]
                 page = lax.dynamic_slice_in_dim(pages, source[group, i], 1)
-                return lax.dynamic_update_slice_in_dim(pages, page, target[group, i], 0)
+                return write_page(pages, page, target[group, i])
 
             return KVCache(*(tuple(copied(layer, pages) for layer, pages in enumerate(side)) for side in kv))
 
@@ -118,7 +118,7 @@ def make_scatter_pages(groups: Sequence[KVGroup]) -> Callable[..., KVCache]:
                 page = lax.dynamic_slice_in_dim(content, i, 1)
                 places = [(side, layer) for side in sides for layer in group.layers]
                 for row, (side, layer) in enumerate(places):
-                    side[layer] = lax.dynamic_update_slice_in_dim(side[layer], page[:, row], ids[i], 0)
+                    side[layer] = write_page(side[layer], page[:, row], ids[i])
             return KVCache(*map(tuple, sides))
 
         return lax.fori_loop(0, count, write_one, kv)

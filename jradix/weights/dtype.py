@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jradix.errors import DeviceError
+from jradix.ops import memory_native
 from jradix.ops.matmul import matmul
 
 logger = logging.getLogger(__name__)
@@ -71,13 +72,16 @@ def resolve_dtype(dtype: str, device: jax.Device, *, hidden: int, intermediate: 
 
 
 def kv_dtype(dtype: jnp.dtype, device: jax.Device) -> jnp.dtype:
-    """Type of the KV pool: the weights', except bfloat16 on a CPU below jax 0.11.2.
+    """Type of the KV pool: the weights', except bfloat16 on a CPU below jax 0.11.2 without a C compiler.
 
     There XLA turns a scatter into a bfloat16 array into one that rewrites all of it, so each step would cost the whole
     pool; float32 costs twice the memory and only the written rows.
     """
     if device.platform == "cpu" and dtype == jnp.bfloat16 and jax.__version_info__ < BF16_SCATTER_FIXED:
-        return jnp.dtype(jnp.float32)
+        reason = memory_native.why_not(dtype)
+        if reason is not None:
+            logger.info("KV cache: float32 beside bfloat16 weights; jax %s, and %s", jax.__version__, reason)
+            return jnp.dtype(jnp.float32)
     return jnp.dtype(dtype)
 
 
