@@ -46,10 +46,11 @@ static void merge(const Call *call, const Context *context, const float *partial
 
 static XLA_FFI_Error *attend_contexts(Call *call, int is_decode, const Context *contexts, int64_t num_contexts) {
   const int64_t kv_heads = call->sizes['W'] / call->sizes['D'], record = call->sizes['D'] + 2;
-  int64_t num_parts = 0, partial_floats = 0;
+  int64_t num_parts = 0, partial_floats = 0, most_count = 0;
   for (int64_t i = 0; i < num_contexts; i++) {
     int64_t splits = num_splits(contexts[i].first, contexts[i].end);
     num_parts += splits;
+    if (contexts[i].count > most_count) most_count = contexts[i].count;
     if (splits > 1) partial_floats += splits * contexts[i].count * call->sizes['H'] * record;
   }
   // Heads are taken apart for the threads' sake only: together they lie side by side in memory.
@@ -64,8 +65,8 @@ static XLA_FFI_Error *attend_contexts(Call *call, int is_decode, const Context *
   }
   // Large groups are halved where their items would leave threads idle: rows have the same bits in any company.
   const int64_t num_items = num_parts * (kv_heads / heads_per_item);
-  const int is_halved = !is_decode && call->sizes['R'] * call->sizes['H'] / kv_heads >= ROWS &&
-                        num_items < 4 * threads && num_items % threads;
+  const int is_halved = !is_decode && most_count * call->sizes['H'] / kv_heads >= ROWS && num_items < 4 * threads &&
+                        num_items % threads;
   Job *job = open_job(call, is_decode, is_halved ? 2 * num_items : num_items);
   if (!job) {
     free(partials);
@@ -134,18 +135,27 @@ XLA_FFI_Error *jradix_shared_prefix(XLA_FFI_CallFrame *frame) {
          (long long)num_groups);
     return call.error;
   }
+  const int64_t most = most_rows(&call) / (call.sizes['H'] * call.sizes['D'] / call.sizes['W']), columns = call.sizes['M'];
+  int64_t num_contexts = 0, last_group = -1;
   for (int64_t group = 0; group < num_groups && !call.error; group++) {
-    const int32_t *members = ints(&call, 5) + group * num_places;
+    const int32_t *members = ints(&call, 5) + group * num_places, *pages = ints(&call, 3) + group * columns;
     int64_t end = limit(ints(&call, 4)[group], 0, INT32_MAX), count = 0;
-    for (int64_t i = 0; i < num_places; i++) {
-      int is_row = end > 0 && members[i] >= 0 && members[i] < call.sizes['S'];
-      if (is_row) count++;
+    if (!end) clear_lse(&call, group * num_places, (group + 1) * num_places);     // there are many
+    for (int64_t i = 0; i < num_places && end; i++) {
+      if (members[i] >= 0 && members[i] < call.sizes['S']) count++;
       else clear(&call, group * num_places + i, group * num_places + i + 1);
     }
-    contexts[group] = (Context){group, 0, count ? end : 0, group * num_places, num_places, members};
-    if (count) check_pages(&call, group, 0, end);
+    if (!count || !check_pages(&call, group, 0, end)) continue;
+    // A group that was given in parts is read in one, as far as an item takes its rows.
+    Context *last = contexts + num_contexts - 1;
+    if (last_group >= 0 && last_group == group - 1 && last->end == end && last->count + num_places <= most &&
+        !memcmp(pages, pages - columns, sizeof *pages * (size_t)((end + call.sizes['P'] - 1) / call.sizes['P'])))
+      last->count += num_places;
+    else
+      contexts[num_contexts++] = (Context){group, 0, end, group * num_places, num_places, members};
+    last_group = group;
   }
-  if (!call.error) attend_contexts(&call, 0, contexts, num_groups);
+  if (!call.error) attend_contexts(&call, 0, contexts, num_contexts);
   free(contexts);
   return call.error;
 }

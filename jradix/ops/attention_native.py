@@ -9,8 +9,10 @@ The work is done by XLA's own threads.
 | heads | up to 64 query heads per kv head | more, or no multiple of the kv heads |
 | head_dim | multiples of 8 up to 256 | others |
 
-Scores, softmax and sums are float32, and queries are used as float32 whatever type the pages have. Results have the
-same bits whatever else is in the batch and however many threads there are. Slots that no query of the call may see are
+Scores, softmax and sums are float32, and queries are used as float32 whatever type the pages have; but the matrix unit of
+processors that have one (AMX) takes queries and weights of keys rounded to bfloat16 beside bfloat16 pages, in `extend`
+and `shared_prefix`, as GPUs do. Results have the same bits whatever else is in the batch and however many threads there
+are. Slots that no query of the call may see are
 never computed with. A page table that names pages which do not exist fails the step with a text.
 """
 from __future__ import annotations
@@ -116,7 +118,7 @@ def shared_prefix(q: Array, k_pages: Array, v_pages: Array, prefix_pages: Array,
 
     Returns:
       float32[P, R, Hq, D] normalised, and float32[P, R, Hq] log-sum-exp of the scores; 0 and -inf where there is no
-      row. To be merged with `decode` from `kv_starts` on.
+      row, but in padding groups anything and -inf. To be merged with `decode` from `kv_starts` on.
 
     Raises:
       As `decode`.

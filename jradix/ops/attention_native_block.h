@@ -216,7 +216,9 @@ INLINE void attend_many(int dtype, const Setting *s, Scratch *w, const Block *b)
 #if HAS_TILES
 #include "attention_native_tiles.h"
 #else
-static void part_queries(Scratch *w, int64_t first, int64_t dim) { (void)w, (void)first, (void)dim; }
+static void part_queries(int dtype, Scratch *w, int64_t first, int64_t dim) {
+  (void)dtype, (void)w, (void)first, (void)dim;
+}
 INLINE void attend_tiles(int dtype, const Setting *s, Scratch *w, const Block *b) { attend_many(dtype, s, w, b); }
 #endif
 

@@ -104,7 +104,7 @@ static void visit(const Job *job, const Item *item, Worker *worker) {
   const int64_t count = load_queries(job, item, worker);
   if (count == 0) return;
   for (int64_t head = 0; s->with_tiles && head < item->num_heads; head++)
-    part_queries(w, head * w->next_head, s->cache.dim);
+    part_queries(s->cache.dtype, w, head * w->next_head, s->cache.dim);
   for (int64_t base = item->first / KEYS * KEYS; base < item->end; base += KEYS) {
     const int64_t low = item->first > base ? item->first - base : 0, left = item->end - base;
     Block block = {item->first_head, item->num_heads, count, item->position, base, low, left < KEYS ? left : KEYS};
@@ -216,10 +216,15 @@ static int run(Call *call, Job *job, int64_t threads) {
   return is_done;
 }
 
+// Places without a query: the logarithm of no weights.
+static void clear_lse(const Call *call, int64_t first, int64_t end) {
+  float *lse = call->results[1]->data;
+  for (int64_t i = first * call->sizes['H']; i < end * call->sizes['H']; i++) lse[i] = -INFINITY;
+}
+
 static void clear(const Call *call, int64_t first, int64_t end) {
-  const int64_t heads = call->sizes['H'], dim = call->sizes['D'];
+  const int64_t size = call->sizes['H'] * call->sizes['D'];
   if (first >= end) return;
-  float *out = call->results[0]->data, *lse = call->results[1]->data;
-  memset(out + first * heads * dim, 0, sizeof(float) * (size_t)((end - first) * heads * dim));
-  for (int64_t i = first * heads; i < end * heads; i++) lse[i] = -INFINITY;
+  memset((float *)call->results[0]->data + first * size, 0, sizeof(float) * (size_t)((end - first) * size));
+  clear_lse(call, first, end);
 }

@@ -1,4 +1,6 @@
 // Many rows by a matrix unit: they are columns of tiles; keys, and the columns of values, are rows of tiles.
+//
+// Beside pages of bfloat16, queries and the weights of keys are rounded to bfloat16 as well.
 
 INLINE int parts_of(int dtype) { return dtype == XLA_FFI_DataType_BF16 ? 1 : PARTS; }
 
@@ -10,17 +12,18 @@ INLINE __m512 load16(int dtype, const char *from) {
 }
 
 // Two lines of sixteen rows each, as a pair of numbers of these columns.
-INLINE void part_lines(const float *lines, int64_t rows, bf16 *to) {
-  part_pair(PARTS, _mm512_load_ps(lines), _mm512_load_ps(lines + rows), to);
+INLINE void part_lines(const int parts, const float *lines, int64_t rows, bf16 *to) {
+  part_pair(parts, _mm512_load_ps(lines), _mm512_load_ps(lines + rows), to);
 }
 
 // q of the head whose first row is given, as tiles [rows / 16][dim / 32][part].
-static void part_queries(Scratch *w, int64_t first, int64_t dim) {
-  bf16 *to = w->q_tiles + first * dim * PARTS;
+static void part_queries(int dtype, Scratch *w, int64_t first, int64_t dim) {
+  const int parts = parts_of(dtype);
+  bf16 *to = w->q_tiles + first * dim * parts;
   for (int64_t row = 0; row < w->rows; row += SIDE)
-    for (int64_t d = 0; d < dim; d += DEPTH, to += PARTS * NUMBERS)
+    for (int64_t d = 0; d < dim; d += DEPTH, to += parts * NUMBERS)
       for (int64_t pair = 0; pair < SIDE; pair++)
-        part_lines(w->q + first * dim + (d + 2 * pair) * w->rows + row, w->rows, to + pair * DEPTH);
+        part_lines(parts, w->q + first * dim + (d + 2 * pair) * w->rows + row, w->rows, to + pair * DEPTH);
 }
 
 // Keys and values of a block: tiles [key / 16][dim / 32][part] and, turned, [dim / 16][key / 32][part].
@@ -62,13 +65,13 @@ INLINE void store_pair(float *to, int64_t rows, int has_next) {
 // Scores of a pair of panels, which begins at `row`. A panel without a neighbour is multiplied twice, which costs no
 // more than waiting for its sums.
 INLINE void score_pair(const int parts, const Scratch *w, const Block *b, int64_t first, int64_t row, int64_t dim) {
-  const int64_t rows = w->rows, panel = row + SIDE < rows ? dim * SIDE * PARTS : 0;
+  const int64_t rows = w->rows, panel = row + SIDE < rows ? dim * SIDE * parts : 0;
   for (int64_t key = b->low & -DEPTH; key < b->high; key += DEPTH) {
-    const bf16 *k = w->key_tiles + key * dim * parts, *q = w->q_tiles + (first + row) * dim * PARTS;
+    const bf16 *k = w->key_tiles + key * dim * parts, *q = w->q_tiles + (first + row) * dim * parts;
     float *to = w->scores + key * rows + row;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int64_t d = 0; d < dim; d += DEPTH, k += parts * NUMBERS, q += PARTS * NUMBERS)
-      multiply_2_by_2(parts, PARTS, k, k + dim * SIDE * parts, q, q + panel);
+    for (int64_t d = 0; d < dim; d += DEPTH, k += parts * NUMBERS, q += parts * NUMBERS)
+      multiply_2_by_2(parts, k, k + dim * SIDE * parts, q, q + panel);
     store_pair(to, rows, panel != 0);
   }
 }
@@ -76,13 +79,13 @@ INLINE void score_pair(const int parts, const Scratch *w, const Block *b, int64_
 // Slots outside [low, high) weigh whatever their scores are, and their values are zeros.
 INLINE void add_pair(const int parts, const Scratch *w, const Block *b, int64_t first, int64_t row, int64_t dim) {
   const int64_t rows = w->rows, start = b->low & -DEPTH, next = row + SIDE < rows ? SIDE : 0;
-  const int64_t panel = next * KEYS * PARTS;
+  const int64_t panel = next * KEYS * parts;
   for (int64_t key = start; key < b->high; key += DEPTH)
     for (int64_t pair = 0; pair < SIDE; pair++) {
       const float *weights = w->scores + (key + 2 * pair) * rows + row;
-      bf16 *to = w->weight_tiles + key * SIDE * PARTS + pair * DEPTH;
-      part_lines(weights, rows, to);
-      if (next) part_lines(weights + SIDE, rows, to + panel);
+      bf16 *to = w->weight_tiles + key * SIDE * parts + pair * DEPTH;
+      part_lines(parts, weights, rows, to);
+      if (next) part_lines(parts, weights + SIDE, rows, to + panel);
     }
   for (int64_t j = row; j <= row + next; j += SIDE) {       // the maximum seldom grows after the first blocks
     const __m512 scale = _mm512_load_ps(w->scales + j);
@@ -99,23 +102,24 @@ INLINE void add_pair(const int parts, const Scratch *w, const Block *b, int64_t 
     _tile_loadd(2, sums + next, 4 * rows);
     _tile_loadd(3, sums + SIDE * rows + next, 4 * rows);
     for (int64_t key = start; key < b->high; key += DEPTH) {
-      const bf16 *v = w->value_tiles + (d * KEYS + key * SIDE) * parts, *x = w->weight_tiles + key * SIDE * PARTS;
-      multiply_2_by_2(parts, PARTS, v, v + SIDE * KEYS * parts, x, x + panel);
+      const bf16 *v = w->value_tiles + (d * KEYS + key * SIDE) * parts, *x = w->weight_tiles + key * SIDE * parts;
+      multiply_2_by_2(parts, v, v + SIDE * KEYS * parts, x, x + panel);
     }
     store_pair(sums, rows, next != 0);
   }
 }
 
 INLINE void attend_tiles(int dtype, const Setting *s, Scratch *w, const Block *b) {
-  const int64_t dim = s->cache.dim;
+  const int parts = parts_of(dtype);
+  const int64_t dim = s->cache.dim, pair = 2 * SIDE;
   for (int64_t head = 0; head < b->num_heads; head++) {
     const int64_t first = head * w->next_head;
     part_block(dtype, &s->cache, w, b, (b->first_head + head) * dim);
     finish_writes();
-    for (int64_t row = 0; row < w->rows; row += 2 * SIDE) {
-      score_pair(parts_of(dtype), w, b, first, row, dim);
-      soften(s, w, b, first, row, row + 2 * SIDE < w->rows ? row + 2 * SIDE : w->rows);
-      add_pair(parts_of(dtype), w, b, first, row, dim);
+    for (int64_t row = 0; row < w->rows; row += pair) {
+      score_pair(parts, w, b, first, row, dim);
+      soften(s, w, b, first, row, row + pair < w->rows ? row + pair : w->rows);
+      add_pair(parts, w, b, first, row, dim);
     }
   }
 }

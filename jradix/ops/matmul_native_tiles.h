@@ -68,7 +68,7 @@ INLINE void multiply_four(const int parts, const bf16 *w, const bf16 *x, int64_t
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (int64_t b = 0; b < blocks; b++, w += parts * NUMBERS, x += parts * NUMBERS) {
     read_ahead(coming);
-    multiply_2_by_2(parts, parts, w, w + blocks * parts * NUMBERS, x, x + blocks * parts * NUMBERS);
+    multiply_2_by_2(parts, w, w + blocks * parts * NUMBERS, x, x + blocks * parts * NUMBERS);
   }
   STORE(0); STORE(1); STORE(2); STORE(3);
 }

@@ -58,22 +58,17 @@ INLINE void finish_writes(void) { __asm__ volatile("" ::: "memory"); }
 #define MULTIPLY_2_BY_2 \
   _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 5, 6); _tile_dpbf16ps(2, 4, 7); _tile_dpbf16ps(3, 5, 7);
 
-// Tiles 0 and 1 += two tiles of the left operand times one of the right one, 2 and 3 += times a second one. Operands
-// have three parts or one; where the right one has one, so has the left one. Products of small parts come first.
-INLINE void multiply_2_by_2(const int a_parts, const int b_parts, const bf16 *a, const bf16 *next_a, const bf16 *b,
-                            const bf16 *next_b) {
+// Tiles 0 and 1 += two tiles of the left operand times one of the right one, 2 and 3 += times a second one. Products of
+// small parts come first.
+INLINE void multiply_2_by_2(const int parts, const bf16 *a, const bf16 *next_a, const bf16 *b, const bf16 *next_b) {
 #define LOAD_A(part) LOAD(4, a + (part) * NUMBERS) LOAD(5, next_a + (part) * NUMBERS)
 #define LOAD_B(part) LOAD(6, b + (part) * NUMBERS) LOAD(7, next_b + (part) * NUMBERS)
-  if (a_parts == PARTS) {
+  if (parts == PARTS) {
     LOAD_A(2) LOAD_B(0) MULTIPLY_2_BY_2
     LOAD_A(1) MULTIPLY_2_BY_2
     LOAD_B(1) MULTIPLY_2_BY_2
     LOAD_A(0) MULTIPLY_2_BY_2
     LOAD_B(2) MULTIPLY_2_BY_2
-    LOAD_B(0) MULTIPLY_2_BY_2
-  } else if (b_parts == PARTS) {
-    LOAD_A(0) LOAD_B(2) MULTIPLY_2_BY_2
-    LOAD_B(1) MULTIPLY_2_BY_2
     LOAD_B(0) MULTIPLY_2_BY_2
   } else {
     LOAD_A(0) LOAD_B(0) MULTIPLY_2_BY_2
