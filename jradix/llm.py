@@ -45,7 +45,7 @@ Messages = Sequence[Mapping[str, Any]]
 BATCH_ORDERS = ("depth_first", "arrival")
 ON_ERROR = ("record", "raise", "truncate_left", "truncate_right")
 GENERATION_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-DEFAULT_MAX_NUM_SEQS = {"cpu": 32}
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64}
 DEFAULT_CHUNK_TOKENS = {"cpu": 512}
 DEFAULT_GRID_TOKENS = {"cpu": 64}
 
