@@ -61,7 +61,7 @@ class LLM:
       page_size: tokens per KV page; None: 16.
       kv_cache_bytes: size of the KV pool; None: by `memory_fraction`. On CPUs its memory is taken as it is used.
       max_model_len: longest prompt plus output; None: the model's own limit, or the pool if that is smaller.
-      max_num_seqs: requests that run at once; None: 32 on CPU, 256 elsewhere.
+      max_num_seqs: requests that run at once; None: 64 on CPU, 256 elsewhere.
       prefill_chunk_tokens: prompt tokens per step; None: 512 on CPU, 2048 elsewhere.
       enable_prefix_caching: False computes every prompt from its first token.
       seed: of the random streams of requests without a seed of their own; None: not reproducible.
