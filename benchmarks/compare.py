@@ -198,7 +198,8 @@ def report(comparison: Comparison, left_out: dict[str, str], options: argparse.N
         model=options.model, reference=str(REFERENCE), kv_bytes=options.kv_bytes, threads=options.threads,
         peers=comparison.peers, left_out=left_out, failed=comparison.failed, dropped=comparison.dropped,
         noise=comparison.noise, rates=rates._asdict(),
-        workloads={workload: [dict(dataclasses.asdict(row), ratio=row.ratio, roofline_share=row.roofline_share)
+        workloads={workload: [dict(dataclasses.asdict(row), ratio=row.ratio, same_type_ratio=row.same_type_ratio,
+                                   roofline_share=row.roofline_share)
                               for row in each] for workload, each in rows.items()},
         json={name: [dict(constrained_s=run.constrained_s, free_s=run.free_s, ratio=run.ratio) for run in runs]
               for name, runs in comparison.json_runs.items()})

@@ -257,7 +257,19 @@ def test_workload_rows_take_ratios_within_rounds() -> None:
     assert silent.ratios == [0.5] and silent.over_minimum is None and silent.agree == (4, 4)
     cells = figures.workload_cells([ours, theirs, silent])
     assert {len(row) for row in cells} == {len(figures.WORKLOAD_HEADERS)}
-    assert cells[2][:4] == ["theirs", 2.0, "1.00-3.00", 3.5]
+    assert cells[2][:5] == ["theirs", 2.0, "1.00-3.00", 2.0, 3.5]
+
+
+def test_workload_rows_compare_with_the_reference_in_the_same_number_type() -> None:
+    same = [[5, 6], [7, 8]]
+    runs = {"ours/float32": [make_run(1, 2.0, same), make_run(2, 2.0, same)], "ours/bfloat16": [make_run(1, 1.0, same)],
+            "theirs/way/bfloat16": [make_run(1, 3.0, same), make_run(2, 3.0, same)],
+            "theirs/float32/nocache": [make_run(1, 5.0, same)], "other/float16": [make_run(1, 5.0, same)]}
+    rows = {row.name: row for row in figures.workload_rows(runs, "ours/float32")}
+    assert rows["theirs/way/bfloat16"].ratios == [1.5, 1.5] and rows["theirs/way/bfloat16"].same_type_ratios == [3.0]
+    assert rows["ours/bfloat16"].ratio == 0.5 and rows["ours/bfloat16"].same_type_ratio == 1.0
+    assert rows["theirs/float32/nocache"].same_type_ratio == 2.5
+    assert rows["other/float16"].ratio == 2.5
 
 
 def test_row_says_what_share_of_the_roofline_it_reaches() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.runs import JsonRun, Run, agreement
+from peers.variants import DTYPES
 from workloads import minimum_computed_tokens
 
 GIB = 2**30
@@ -20,6 +21,7 @@ class Row:
       name: of the variant.
       wall_s: of each run, in order.
       ratios: its wall time over that of the reference in the same round; above 1 the reference is faster.
+      same_type_ratios: over that of the reference's own variant with the same number type.
       output_tokens_per_s: by the median of the wall times.
       num_computed: prompt tokens computed, as the engine tells.
       over_minimum: these, divided by the fewest that an unlimited cache would compute.
@@ -31,6 +33,7 @@ class Row:
     name: str
     wall_s: list[float]
     ratios: list[float]
+    same_type_ratios: list[float]
     output_tokens_per_s: float
     num_computed: int | None
     over_minimum: float | None
@@ -48,7 +51,11 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        return statistics.median(self.ratios) if self.ratios else None
+        return _median(self.ratios)
+
+    @property
+    def same_type_ratio(self) -> float | None:
+        return _median(self.same_type_ratios)
 
 
 def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str,
@@ -63,12 +70,14 @@ def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str,
     for name, own in runs.items():
         if not own:
             continue
+        same_type = {run.round: run for run in runs.get(_of_same_type(reference, name), ())}
         first = own[0]
         num_output = sum(request.num_output for request, _ in first.done)
         walls = [run.wall_s for run in own]
         fewest = minimum_computed_tokens(first.done)
         rows.append(Row(
-            name, walls, [run.wall_s / theirs[run.round].wall_s for run in own if run.round in theirs],
+            name, walls, *([run.wall_s / others[run.round].wall_s for run in own if run.round in others]
+                           for others in (theirs, same_type)),
             num_output / statistics.median(walls), first.num_computed,
             None if first.num_computed is None else first.num_computed / fewest,
             [_median(turn) for turn in zip(*(run.ttft_s for run in own))],
@@ -79,16 +88,17 @@ def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str,
     return rows
 
 
-WORKLOAD_HEADERS = ("", "ratio", "of each round", "wall s", "best", "share of the roofline", "tokens/s", "prompt tokens computed",
-                    "/ minimum", "TTFT first turn s", "last turn", "CPU s", "peak GiB", "tokens as the reference's",
-                    "cores busy elsewhere")
+WORKLOAD_HEADERS = ("", "ratio", "of each round", "ratio, same type", "wall s", "best", "share of the roofline", "tokens/s",
+                    "prompt tokens computed", "/ minimum", "TTFT first turn s", "last turn", "CPU s", "peak GiB",
+                    "tokens as the reference's", "cores busy elsewhere")
 
 
 def workload_cells(rows: Sequence[Row]) -> list[list[Any]]:
     """The table of one workload, headers first."""
     return [list(WORKLOAD_HEADERS)] + [
-        [row.name, _round(row.ratio, 2), _span(row.ratios), _round(statistics.median(row.wall_s), 3),
-         _round(min(row.wall_s), 3), _round(row.roofline_share, 2), _round(row.output_tokens_per_s, 1), row.num_computed, _round(row.over_minimum, 2),
+        [row.name, _round(row.ratio, 2), _span(row.ratios), _round(row.same_type_ratio, 2),
+         _round(statistics.median(row.wall_s), 3), _round(min(row.wall_s), 3), _round(row.roofline_share, 2),
+         _round(row.output_tokens_per_s, 1), row.num_computed, _round(row.over_minimum, 2),
          _round(row.ttft_s[0], 3), _round(row.ttft_s[-1], 3), _round(row.cpu_s, 1), _round(row.peak_bytes / GIB, 2),
          f"{row.agree[0]} of {row.agree[1]}" if row.agree else None, _round(row.others_cores, 2)] for row in rows]
 
@@ -119,6 +129,12 @@ def markdown(cells: Sequence[Sequence[Any]]) -> str:
                                for cell in row) + " |" for row in cells]
     lines.insert(1, "|---|" + "---:|" * (len(cells[0]) - 1))
     return "\n".join(lines) + "\n"
+
+
+def _of_same_type(reference: str, name: str) -> str:
+    """The reference's variant, "jradix/float32", with the number type of the variant of this name."""
+    dtype = next((word for word in name.split("/") if word in DTYPES), "")
+    return "/".join(dtype if word in DTYPES else word for word in reference.split("/"))
 
 
 def _median(values: Sequence[float | None]) -> float | None:

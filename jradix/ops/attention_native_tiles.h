@@ -26,6 +26,31 @@ static void part_queries(int dtype, Scratch *w, int64_t first, int64_t dim) {
         part_lines(parts, w->q + first * dim + (d + 2 * pair) * w->rows + row, w->rows, to + pair * DEPTH);
 }
 
+// Values of 32 keys and 16 columns, turned: the rows of a tile.
+INLINE void part_values(int dtype, const Cache *cache, const int64_t slots[DEPTH], int64_t column, bf16 *to) {
+  const int parts = parts_of(dtype);
+  __m512 low[SIDE], high[SIDE];
+  if (parts == 1) {                        // a pair of keys moves as one
+    for (int pair = 0; pair < SIDE; pair++) {
+      const __m256i *v = (const __m256i *)row_at(cache, cache->v, slots[2 * pair], column);
+      const __m256i *next_v = (const __m256i *)row_at(cache, cache->v, slots[2 * pair + 1], column);
+      const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(v));
+      const __m512i second = _mm512_cvtepu16_epi32(_mm256_loadu_si256(next_v));
+      low[pair] = _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+    }
+    turn(low);
+    for (int i = 0; i < SIDE; i++) _mm512_store_ps(to + i * DEPTH, low[i]);
+    return;
+  }
+  for (int i = 0; i < SIDE; i++) {
+    low[i] = load16(dtype, row_at(cache, cache->v, slots[i], column));
+    high[i] = load16(dtype, row_at(cache, cache->v, slots[SIDE + i], column));
+  }
+  turn(low);
+  turn(high);
+  for (int i = 0; i < SIDE; i++) part_row(parts, low[i], high[i], to + i * DEPTH);
+}
+
 // Keys and values of a block: tiles [key / 16][dim / 32][part] and, turned, [dim / 16][key / 32][part].
 INLINE void part_block(int dtype, const Cache *cache, Scratch *w, const Block *b, int64_t column) {
   const int parts = parts_of(dtype);
@@ -35,21 +60,13 @@ INLINE void part_block(int dtype, const Cache *cache, Scratch *w, const Block *b
       const char *k = row_at(cache, cache->k, w->slots[i], column);
       bf16 *to = w->key_tiles + i / SIDE * SIDE * dim * parts + i % SIDE * DEPTH;
       for (int64_t d = 0; d < dim; d += DEPTH, to += parts * NUMBERS)
-        part_row(parts, load16(dtype, k + d * bytes), load16(dtype, k + (d + SIDE) * bytes), to);
+        if (parts == 1) _mm512_store_si512(to, _mm512_loadu_si512(k + d * bytes));
+        else part_row(parts, load16(dtype, k + d * bytes), load16(dtype, k + (d + SIDE) * bytes), to);
       fetch(cache, row_at(cache, cache->k, w->ahead[i], column));
       fetch(cache, row_at(cache, cache->v, w->ahead[i], column));
     }
-    for (int64_t d = 0; d < dim; d += SIDE) {
-      __m512 low[SIDE], high[SIDE];
-      for (int i = 0; i < SIDE; i++) {
-        low[i] = load16(dtype, row_at(cache, cache->v, w->slots[key + i], column) + d * bytes);
-        high[i] = load16(dtype, row_at(cache, cache->v, w->slots[key + SIDE + i], column) + d * bytes);
-      }
-      turn(low);
-      turn(high);
-      bf16 *to = w->value_tiles + (d * KEYS + key * SIDE) * parts;
-      for (int i = 0; i < SIDE; i++) part_row(parts, low[i], high[i], to + i * DEPTH);
-    }
+    for (int64_t d = 0; d < dim; d += SIDE)
+      part_values(dtype, cache, w->slots + key, column + d, w->value_tiles + (d * KEYS + key * SIDE) * parts);
   }
 }
 

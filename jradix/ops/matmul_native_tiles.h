@@ -22,16 +22,25 @@ static int parts_of(const Product *p) { return p->dtype == XLA_FFI_DataType_F32 
 // `count` rows of x as tiles [depth / 32][part], whose columns they are.
 INLINE void turn_rows(const int parts, const float *x, int64_t count, int64_t depth, bf16 *to) {
   for (int64_t k = 0; k < depth; k += DEPTH, to += parts * NUMBERS) {
-    __m512 numbers[DEPTH];
-    for (int half = 0; half < 2; half++) {
-      const int64_t start = k + half * SIDE, left = limit(depth - start, 0, SIDE);
-      for (int64_t r = 0; r < SIDE; r++)
-        numbers[half * SIDE + r] = _mm512_maskz_loadu_ps((__mmask16)(r < count ? (1u << left) - 1 : 0),
-                                                         x + r * depth + start);
-      turn(numbers + half * SIDE);
+    __m512 low[SIDE], high[SIDE];
+    const uint32_t mask = (uint32_t)((1ull << limit(depth - k, 0, DEPTH)) - 1);
+    for (int64_t r = 0; r < SIDE; r++) {
+      const uint32_t taken = r < count ? mask : 0;
+      low[r] = _mm512_maskz_loadu_ps((__mmask16)taken, x + r * depth + k);
+      high[r] = _mm512_maskz_loadu_ps((__mmask16)(taken >> SIDE), x + r * depth + k + SIDE);
     }
-    for (int pair = 0; pair < SIDE; pair++)
-      part_pair(parts, numbers[2 * pair], numbers[2 * pair + 1], to + pair * DEPTH);
+    if (parts == 1) {                      // rounded first: a pair of numbers then moves as one
+      for (int r = 0; r < SIDE; r++) low[r] = (__m512)_mm512_cvtne2ps_pbh(high[r], low[r]);
+      turn(low);
+      for (int pair = 0; pair < SIDE; pair++) _mm512_store_ps(to + pair * DEPTH, low[pair]);
+      continue;
+    }
+    turn(low);
+    turn(high);
+    for (int pair = 0; pair < SIDE / 2; pair++) {
+      part_pair(parts, low[2 * pair], low[2 * pair + 1], to + pair * DEPTH);
+      part_pair(parts, high[2 * pair], high[2 * pair + 1], to + (SIDE / 2 + pair) * DEPTH);
+    }
   }
 }
 
