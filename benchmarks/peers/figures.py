@@ -88,9 +88,9 @@ def workload_rows(runs: Mapping[str, Sequence[Run]], reference: str,
     return rows
 
 
-WORKLOAD_HEADERS = ("", "ratio", "of each round", "ratio, same type", "wall s", "best", "share of the roofline", "tokens/s",
-                    "prompt tokens computed", "/ minimum", "TTFT first turn s", "last turn", "CPU s", "peak GiB",
-                    "tokens as the reference's", "cores busy elsewhere")
+WORKLOAD_HEADERS = ("", "ratio", "of each round", "ratio, same type", "wall s", "best", "share of the roofline",
+                    "tokens/s", "prompt tokens computed", "/ minimum", "TTFT first turn s", "last turn", "CPU s",
+                    "peak GiB", "tokens as the reference's", "cores busy elsewhere")
 
 
 def workload_cells(rows: Sequence[Row]) -> list[list[Any]]:

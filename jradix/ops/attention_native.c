@@ -135,7 +135,8 @@ XLA_FFI_Error *jradix_shared_prefix(XLA_FFI_CallFrame *frame) {
          (long long)num_groups);
     return call.error;
   }
-  const int64_t most = most_rows(&call) / (call.sizes['H'] * call.sizes['D'] / call.sizes['W']), columns = call.sizes['M'];
+  const int64_t columns = call.sizes['M'], heads_per_kv_head = call.sizes['H'] * call.sizes['D'] / call.sizes['W'];
+  const int64_t most = most_rows(&call) / heads_per_kv_head;
   int64_t num_contexts = 0, last_group = -1;
   for (int64_t group = 0; group < num_groups && !call.error; group++) {
     const int32_t *members = ints(&call, 5) + group * num_places, *pages = ints(&call, 3) + group * columns;
@@ -148,7 +149,7 @@ XLA_FFI_Error *jradix_shared_prefix(XLA_FFI_CallFrame *frame) {
     if (!count || !check_pages(&call, group, 0, end)) continue;
     // A group that was given in parts is read in one, as far as an item takes its rows.
     Context *last = contexts + num_contexts - 1;
-    if (last_group >= 0 && last_group == group - 1 && last->end == end && last->count + num_places <= most &&
+    if (group > 0 && last_group == group - 1 && last->end == end && last->count + num_places <= most &&
         !memcmp(pages, pages - columns, sizeof *pages * (size_t)((end + call.sizes['P'] - 1) / call.sizes['P'])))
       last->count += num_places;
     else

@@ -9,11 +9,11 @@ The work is done by XLA's own threads.
 | heads | up to 64 query heads per kv head | more, or no multiple of the kv heads |
 | head_dim | multiples of 8 up to 256 | others |
 
-Scores, softmax and sums are float32, and queries are used as float32 whatever type the pages have; but the matrix unit of
-processors that have one (AMX) takes queries and weights of keys rounded to bfloat16 beside bfloat16 pages, in `extend`
-and `shared_prefix`, as GPUs do. Results have the same bits whatever else is in the batch and however many threads there
-are. Slots that no query of the call may see are
-never computed with. A page table that names pages which do not exist fails the step with a text.
+Scores, softmax and sums are float32, and queries are used as float32 whatever type the pages have; but in `extend` and
+`shared_prefix` the matrix unit of processors that have one (AMX) takes queries and weights of keys rounded to bfloat16
+beside bfloat16 pages, as GPUs do. Results have the same bits whatever else is in the batch and however many threads
+there are. Slots that no query of the call may see are never computed with. A page table that names pages which do not
+exist fails the step with a text.
 """
 from __future__ import annotations
 

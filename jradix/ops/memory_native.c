@@ -7,10 +7,10 @@
 
 #include "native_frame.h"
 
+// Of its axes from the first one given on; 0 for a type that is not served.
 static uint64_t bytes_of(const XLA_FFI_Buffer *buffer, int64_t first_axis) {
-  uint64_t size = buffer->dtype == XLA_FFI_DataType_F32                                                    ? 4
-                  : buffer->dtype == XLA_FFI_DataType_F16 || buffer->dtype == XLA_FFI_DataType_BF16 ? 2
-                                                                                                           : 0;
+  const int is_half = buffer->dtype == XLA_FFI_DataType_F16 || buffer->dtype == XLA_FFI_DataType_BF16;
+  uint64_t size = buffer->dtype == XLA_FFI_DataType_F32 ? 4 : is_half ? 2 : 0;
   for (int64_t i = first_axis; i < buffer->rank; i++) size *= (uint64_t)buffer->dims[i];
   return size;
 }

@@ -1,4 +1,4 @@
-"""KV pools in the memory of CPUs, by C code: zeros that take no memory until they are written, and rows written in place.
+"""KV pools in the memory of CPUs, by C code: zeros that take no memory until they are written, and writes in place.
 
 Writing the zeros of a KV pool of 2 GiB takes 1.3 to 1.7 s of a start that takes 12, and all of it is then resident,
 however little of the pool is ever used. XLA's scatter into an array of bfloat16 rewrites all of it before jax 0.11.2.
